@@ -31,7 +31,7 @@ from common import Line, Medians, alternate, arguments, finish, printed, ratio, 
 from model import decode_step, first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
-from hybrid.kernels import batch_invariant, ops
+from hybrid.kernels import ops
 from hybrid.models import causal_lm, layers
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
@@ -183,7 +183,7 @@ def watched() -> Iterator[Counter[str]]:
 
         return call
 
-    choose, product = ops.implementation, watch(PRODUCTS, batch_invariant.linear)
+    choose, product = ops.implementation, watch(PRODUCTS, ops.linear)
     with (
         patch.object(ops, "implementation", lambda name, device: watch(name, choose(name, device))),
         patch.object(layers, "linear", product),

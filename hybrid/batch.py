@@ -6,8 +6,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from hybrid.kernels.batch_invariant import RowBlocks
-
 
 class StateSteps(NamedTuple):
     """Where the linear layers read and write the states of N decoded tokens.
@@ -104,12 +102,12 @@ class Adapted:
 
     Attributes:
         rows: `[N]` rows of the batch.
-        blocks: how the products of these rows are split into blocks, as in the batch.
+        decode_start: as of the batch, counted among these rows.
         weights: what is added to the weights of modules.
     """
 
     rows: Tensor
-    blocks: RowBlocks | None
+    decode_start: int | None
     weights: Mapping[nn.Module, LowRank]
 
 
@@ -140,8 +138,8 @@ class Batch:
             the slot. A row of the request -1 is padding.
         sample_rows: `[S]` rows whose logits are computed.
         prefills, decodes: the requests of each kind; None if there are none.
-        blocks: how the rows of matrix products are split into blocks; None: they are not, and results may depend on the
-            batch.
+        decode_start: the number of rows of prompts, where results must not depend on the batch: rows from it on are one
+            token each. None: they may depend on it.
         rotary_positions: `[3, T]` rotary positions (time, height, width) if there are images; None: `positions`.
         embedded: the rows of images; None if there are none.
         log: the linear layers append what their states of the decoded tokens are computed from, in the order of the
@@ -161,7 +159,7 @@ class Batch:
     sample_rows: Tensor
     prefills: Group | None
     decodes: Group | None
-    blocks: RowBlocks | None
+    decode_start: int | None
     rotary_positions: Tensor | None = None
     embedded: Embedded | None = None
     log: list[tuple[Tensor, ...]] | None = None
@@ -178,7 +176,7 @@ class Batch:
     @property
     def is_batch_invariant(self) -> bool:
         """Tell whether the result of a request must not depend on the rest of the batch."""
-        return self.blocks is not None
+        return self.decode_start is not None
 
     @property
     def needs_own_kernels(self) -> bool:

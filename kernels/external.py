@@ -137,6 +137,7 @@ def external_causal_conv1d(
     state_read: Tensor,
     state_write: Tensor,
     captures: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal-conv1d's convolution. Arguments as for `causal_conv1d` in `hybrid.kernels.reference`; `state` is written.
 
@@ -149,13 +150,14 @@ def external_causal_conv1d(
     convolve = _function(CAUSAL_CONV1D)
     channels, width = weight.shape
     if not 2 <= width <= 4 or channels % 8 or x.stride(0) % 8:
-        return convolution.causal_conv1d(x, weight, state, cu_seqlens, state_read, state_write, captures)
+        return convolution.causal_conv1d(x, weight, state, cu_seqlens, state_read, state_write, captures, bias)
     step = _step(cu_seqlens, state_write, captures)
     before = state[state_read]
     parts = [
         convolve(
             x[start:end].t().unsqueeze(0),  # [1, channels, tokens], channels next to each other in memory
             weight,
+            bias,
             initial_states=before[row : row + 1].transpose(1, 2),
             activation="silu",
         )

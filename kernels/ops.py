@@ -54,6 +54,7 @@ class Op(NamedTuple):
         external: another package may compute it too, where results may depend on the batch
             (`hybrid.kernels.external`).
         compiled: `hybrid.kernels.cpu` computes it on a CPU.
+        has_kernel: `hybrid.kernels.triton` has it; where not, its twin runs on a GPU, too.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Op(NamedTuple):
     writes: tuple[str, ...] = ()
     external: bool = False
     compiled: bool = False
+    has_kernel: bool = True
 
     @property
     def twin(self) -> Callable[..., Any]:
@@ -70,8 +72,8 @@ class Op(NamedTuple):
 
     @property
     def kernel(self) -> Callable[..., Any]:
-        """Our Triton kernel. The first use imports Triton."""
-        return self._function("triton")
+        """Our Triton kernel, or the twin where there is none. The first use imports Triton."""
+        return self._function("triton" if self.has_kernel else "reference")
 
     def compiled_function(self) -> Callable[..., Any] | None:
         """The function that is compiled for this CPU; None: the twin is asked for, or it moves numbers alone."""
@@ -148,6 +150,7 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         Op("add_rms_norm", "elementwise", _fake_add_rms_norm, compiled=True),
+        Op("add_shared", "experts", _like(0), compiled=True, has_kernel=False),
         Op("batch_invariant_linear", "matmul", _fake_linear),
         Op("causal_conv1d", "convolution", _like(0), writes=("state",), external=True, compiled=True),
         Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True, compiled=True),
@@ -156,7 +159,7 @@ OPS: dict[str, Op] = {
         Op("delta_gates", "delta_rule", _fake_delta_gates, compiled=True),
         Op("expert_linear", "experts", _fake_expert_linear, compiled=True),
         Op("fill_in_tokens", "memory", _nothing, writes=("numbers",)),
-        Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),
+        Op("gated_delta_step", "delta_rule", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),
         Op("gated_rms_norm", "elementwise", _like(0), compiled=True),
         Op("norm_rotate_store", "elementwise", _like(0), writes=("cache",), compiled=True),
         Op("paged_attention", "attention", _like(0), compiled=True),
@@ -227,7 +230,7 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
     """
     op = OPS[name.removeprefix(BATCH_DEPENDENT)]
     check_gpu_kernels(device)
-    if not uses_triton(device):
+    if not uses_triton(device) or not op.has_kernel:
         found = op.compiled_function() if device.type == "cpu" else None
         if found is not None:
             return _logged(op, device, "compiled for this CPU", found)
@@ -253,6 +256,16 @@ def _logged(op: Op, device: torch.device, what: str, function: Callable[..., Any
 
 _choices: list[dict[str, Callable[..., Any]]] = []
 """What was chosen of each operation, by type of device."""
+
+
+def is_compiled(device: torch.device) -> bool:
+    """Whether the operations on tensors of a device are compiled for the CPU at hand."""
+    return device.type == "cpu" and setting() == "auto"
+
+
+def multiplies_pairs() -> bool:
+    """Whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of numbers."""
+    return setting() == "auto" and bool(compiled_module("target").HAS_PAIRS)
 
 
 def choose_again() -> None:
@@ -302,6 +315,7 @@ def _define(name: str) -> Callable[..., Any]:
 
 
 add_rms_norm: Callable[..., Any] = _define("add_rms_norm")
+add_shared: Callable[..., Any] = _define("add_shared")
 batch_invariant_linear: Callable[..., Any] = _define("batch_invariant_linear")
 combine_experts: Callable[..., Any] = _define("combine_experts")
 copy_states: Callable[..., Any] = _define("copy_states")
@@ -331,3 +345,32 @@ def causal_conv1d(*args: Any, batch_invariant: bool) -> Tensor:
 def chunk_gated_delta_rule(*args: Any, batch_invariant: bool) -> Tensor:
     """`reference.chunk_gated_delta_rule`; unless `batch_invariant`, by the fastest kernel available."""
     return _chunk_rule[batch_invariant](*args)
+
+
+def linear(x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Tensor | None = None) -> Tensor:
+    """`x @ weight.T`.
+
+    A BLAS picks its algorithm by the number of rows, and on some CPUs by a row's place among them and by addresses, and
+    a row's bits change with it. So products are computed by code of ours, whose outputs are summed one by one in a
+    fixed order: compiled for the CPU at hand, in fast mode, too, since it is the fastest there, and on a GPU in
+    deterministic mode by a kernel whose tiles have a fixed shape. What traces a model, and `HYBRID_KERNELS=reference`,
+    get products of torch, which promise nothing about batches.
+
+    Args:
+        x: `[rows, in]`.
+        weight: `[out, in]`.
+        decode_start: the number of rows of prompts, where rows must not depend on the batch: those from it on are one
+            token each. None: on a GPU the fastest product is taken. On a CPU rows never depend on others.
+        scale: `[out]` fp32 of the rows of a weight that is int8.
+
+    Returns:
+        `[rows, out]` in the type of `x`.
+    """
+    compiled: Any = compiled_for("matmul", x)
+    if compiled is not None:
+        y: Tensor = compiled.multiply(x, weight, scale)
+        return y
+    if decode_start is not None and uses_triton(x.device):
+        return batch_invariant_linear(x, weight, decode_start)
+    y = torch.nn.functional.linear(x, weight.to(x.dtype))
+    return y if scale is None else (y.float() * scale).to(x.dtype)

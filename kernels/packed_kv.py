@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.codec import quantize_rows
-from hybrid.kernels.packed_row import FP8_MAX, SCALE_BYTES
+from hybrid.kernels.cpu.kinds import FP8_MAX, SCALE_BYTES
 
 KV_DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Types of codes, by name."""

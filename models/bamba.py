@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
+from hybrid.models.attention import Attention, copy_keys_and_values
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
     DepthwiseWeight,
     Linear,
-    Projections,
     ResidualLayer,
     RMSNorm,
     Rotary,
-    copy_keys_and_values,
     decode_linear,
     rotate,
 )
@@ -79,11 +78,11 @@ class Mamba2(nn.Module):
         computes = _computes(x)
         dt = computes.time_steps(dt, self.dt_bias, self.limits)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        taps = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         parts = []
         if (prompts := batch.prefills) is not None:
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            y, b, c = self._split(computes.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
+            y, b, c = self._split(computes.causal_conv1d(mixed[prompts.rows], weight, conv, *slots, bias))
             rule = computes.chunk_state_space(y, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size)
             parts.append(computes.add_skip(rule, y, self.D))
         if (decodes := batch.decodes) is not None:
@@ -98,7 +97,7 @@ class Mamba2(nn.Module):
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         computes = _computes(mixed)
         weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
-        y, b, c = self._split(computes.biased_causal_conv1d_update(mixed, weight, bias, conv, *slots))
+        y, b, c = self._split(computes.causal_conv1d_update(mixed, weight, conv, *slots, bias))
         rule = computes.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots)
         result: Tensor = computes.add_skip(rule, y, self.D)
         return result
@@ -115,37 +114,21 @@ class Mamba2(nn.Module):
         return y.unflatten(-1, (self.heads, self.head_dim)), b.unflatten(-1, shared), c.unflatten(-1, shared)
 
 
-class BambaAttention(nn.Module):
-    """A full-attention layer; keys and values are in pages."""
+class BambaAttention(Attention):
+    """A full-attention layer without norms; keys and values are in pages."""
 
     def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = config.hidden_size // self.heads
-        bias = bool(config.attention_bias)
-        self.q_proj: Linear = Linear(config.hidden_size, self.heads * self.head_dim, bias)
-        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
-        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
+        super().__init__(config, layer, config.hidden_size // config.num_attention_heads)
 
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
-        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q, k, v = self.inputs(x, batch)
-        q = rotate(q.unflatten(-1, (self.heads, -1)), rotary.cos, rotary.sin)
-        k = rotate(k.unflatten(-1, (self.kv_heads, -1)), rotary.cos, rotary.sin)
-        v = v.unflatten(-1, (self.kv_heads, -1))
-        pages, scale = kv[:, self.layer], self.head_dim**-0.5
-        kernels.store_kv(k, v, pages, batch.slot_mapping)
+    def add_norms(self, config: Any) -> None:
+        """Make none."""
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+        """Write keys and values to the slots of the batch. Returns the queries, rotated."""
+        pages, (k, v) = kv[:, self.layer], self.of_heads(k, v)
+        kernels.store_kv(rotate(k, rotary.cos, rotary.sin), v, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)
-        parts = []
-        for part in batch.groups:
-            places = (part.block_table, part.cu_seqlens, part.seq_lens)
-            parts.append(kernels.paged_attention(q[part.rows], pages, *places, scale, chunk_size, part.num_splits))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(y.flatten(1), batch)
+        return rotate(q, rotary.cos, rotary.sin)
 
 
 class BambaLayer(ResidualLayer):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import RowBlocks, is_compiled, linear
+from hybrid.kernels.ops import is_compiled, linear
 from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
@@ -82,7 +82,7 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
         scale: factor of cosines and sines.
         dtype: of the result.
     """
-    compiled: Any = kernels.compiled_for("rotary", positions)
+    compiled: Any = kernels.compiled_for("elementwise", positions)
     if compiled is not None and dtype in compiled.KINDS:
         return Rotary(*compiled.angles(positions, inverse_frequencies, scale, dtype))
     turned = positions * inverse_frequencies
@@ -249,8 +249,8 @@ class CausalLM(nn.Module, ABC):
 
     def _logits(self, x: Tensor, batch: Batch) -> Tensor:
         """`[S, vocab]` fp32 of final hidden states, which are single rows."""
-        blocks = None if batch.blocks is None else RowBlocks(decode_start=0)
-        return linear(x, self.lm_head.weight, blocks, self.lm_head.scale).float()
+        decode_start = 0 if batch.is_batch_invariant else None
+        return linear(x, self.lm_head.weight, decode_start, self.lm_head.scale).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings of tokens, `[T, hidden_size]` in the model's type."""

@@ -1,5 +1,5 @@
 """Gemma 3, the text model: sliding-window attention in most layers, full attention in the rest. There is no recurrent
-state: what the windows hold is the state of a sequence (`models/windows.py`).
+state: what the windows hold is the state of a sequence (`models/attention.py`).
 
 On a GPU, window layers run in plain torch on prompts; on a CPU, and for decoded tokens and full attention, by the
 kernels of all families.
@@ -11,21 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch, StateSteps
-from hybrid.kernels import ops as kernels
+from hybrid.batch import Batch
+from hybrid.models.attention import Attention, Heads, WindowAttention, rings
 from hybrid.models.causal_lm import CausalLM, angles, rotary_frequencies, unsupported_rotary
 from hybrid.models.layers import (
     MLP,
-    Linear,
-    Projections,
     RMSNorm,
     Rotary,
-    copy_keys_and_values,
-    decode_linear,
     gelu_and_mul,
-    rotate,
 )
-from hybrid.models.windows import WINDOW, decode_windows, rings, window_attention
 from hybrid.spec import HybridSpec, TokenTensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -42,78 +36,6 @@ class TwoRotaries(Rotary):
     windows: Rotary
 
 
-class Heads(nn.Module):
-    """What both kinds of attention consist of: projections, and a norm of queries and keys per head."""
-
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = config.head_dim
-        self.scale: float = config.query_pre_attn_scalar**-0.5
-        bias = bool(config.attention_bias)
-        self.q_proj: Linear = Linear(config.hidden_size, self.heads * self.head_dim, bias)
-        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
-        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
-        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows `[T, hidden_size]`, `[T, heads, head_dim]` each."""
-        q, k, v = self.inputs(x, batch)
-        shared = (self.kv_heads, self.head_dim)
-        return q.unflatten(-1, (self.heads, self.head_dim)), k.unflatten(-1, shared), v.unflatten(-1, shared)
-
-
-class FullAttention(Heads):
-    """A full-attention layer; keys and values are in pages."""
-
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
-        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
-        angles = (rotary.cos, rotary.sin)
-        q = kernels.norm_rotate_store(*self.project(x, batch), *norms, *angles, pages, batch.slot_mapping)
-        copy_keys_and_values(pages, batch.copies)
-        parts = []
-        for part in batch.groups:
-            places = (part.block_table, part.cu_seqlens, part.seq_lens)
-            parts.append(kernels.paged_attention(q[part.rows], pages, *places, self.scale, chunk_size, part.num_splits))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(y.flatten(1), batch)
-
-
-class WindowAttention(Heads):
-    """A layer with a sliding window; the keys and values in it are in state slots."""
-
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, state: dict[str, Tensor], chunk_size: int) -> Tensor:
-        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
-        q, k, v = self.project(x, batch)
-        q, k = (rotate(norm(each), rotary.cos, rotary.sin) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            new = (q[prompts.rows], k[prompts.rows], v[prompts.rows])
-            tokens = (prompts.cu_seqlens, prompts.seq_lens)
-            slots = (prompts.state_read, prompts.state_write, batch.checkpoints)
-            parts.append(window_attention(*new, self._rings(state), *tokens, *slots, self.scale, chunk_size))
-        if (decodes := batch.decodes) is not None:
-            rows = decodes.rows
-            inputs = (q[rows], k[rows], v[rows], batch.positions[rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(y.flatten(1), batch)
-
-    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
-        q, k, v, positions = inputs
-        return decode_windows(q, k, v, positions, self._rings(state), steps, self.scale)
-
-    def _rings(self, state: dict[str, Tensor]) -> Tensor:
-        return state[WINDOW][:, self.layer]
-
-
 class Gemma3Layer(nn.Module):
     """One layer: attention, then a feed-forward part, each between two norms. Its parts have the names of the
     checkpoint.
@@ -127,7 +49,9 @@ class Gemma3Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.is_linear: bool = layer_type == SLIDING
-        self.self_attn: Heads = (WindowAttention if self.is_linear else FullAttention)(config, index_of_type)
+        kind = WindowAttention if self.is_linear else Attention
+        self.self_attn: Heads = kind(config, index_of_type, config.head_dim)
+        self.self_attn.scale = config.query_pre_attn_scalar**-0.5
         self.mlp: MLP = MLP(size, config.intermediate_size, activation=gelu_and_mul)
         self.input_layernorm: RMSNorm = RMSNorm(size, eps)
         self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import linear
-from hybrid.kernels.packed_kv import is_packed
+from hybrid.kernels.ops import linear
 from hybrid.kernels.reference import elementwise
 
 
@@ -48,15 +47,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
-        return self.complete(linear(x, self.weight, batch.blocks, self.scale), x, batch)
+        return self.complete(linear(x, self.weight, batch.decode_start, self.scale), x, batch)
 
     def complete(self, y: Tensor, x: Tensor, batch: Batch) -> Tensor:
         """What adapters and the bias add to the product `y` of rows `x`, which may be written."""
         for adapted in batch.adapted:
             weights = adapted.weights.get(self)
             if weights is not None:  # single rows one by one: the bits of a row do not depend on who else is adapted
-                low = linear(x[adapted.rows], weights.a, adapted.blocks)
-                y[adapted.rows] += linear(low, weights.b, adapted.blocks)
+                low = linear(x[adapted.rows], weights.a, adapted.decode_start)
+                y[adapted.rows] += linear(low, weights.b, adapted.decode_start)
         return y if self.bias is None else y + self.bias
 
 
@@ -89,7 +88,7 @@ class Projections(nn.Module):
                 return tuple(each(x, batch) for each in linears)
             return tuple(tasks.side_by_side([partial(each, x, batch) for each in linears]))
         weight = self._weight[sum(len(each.weight) for each in self._linears[:first]) :]
-        y = linear(x, weight, batch.blocks)
+        y = linear(x, weight, batch.decode_start)
         parts = y.split([len(each.weight) for each in linears], dim=-1)
         return tuple(each.complete(part, x, batch) for each, part in zip(linears, parts, strict=True))
 
@@ -219,22 +218,6 @@ def decode_linear(
         return mixer.step(inputs, decodes.steps, state)
     rows, places = decodes.unrolled
     return mixer.step(tuple(part[rows] for part in inputs), decodes.steps, state)[places]
-
-
-def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
-    """Copy keys and values of one layer from slots to others.
-
-    Args:
-        pages: `[num_pages, 2, page_size, kv_heads, head_dim]`; written.
-        copies: `Batch.copies`.
-    """
-    if copies is None:
-        return
-    if is_packed(pages):
-        pages = pages.view(torch.uint8)  # rows are copied as they are
-    (source, target), page_size = copies, pages.shape[2]
-    kept = pages[source // page_size, :, source % page_size]
-    kernels.store_kv(kept[:, 0], kept[:, 1], pages, target)
 
 
 class ResidualLayer(nn.Module):

@@ -12,16 +12,14 @@ from tqdm import tqdm
 
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.kernels.batch_invariant import is_compiled
-from hybrid.kernels.ops import compiled_module, uses_triton
+from hybrid.kernels.ops import compiled_module, is_compiled, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts, Router
-from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
-from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
+from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.weights import Loader, stored_tensors, with_scales
 
@@ -184,7 +182,7 @@ def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool,
     """Load the compiled operations of models of a type, whatever their sizes. What Numba's cache does not have is
     compiled."""
     if is_compiled(device):
-        kinds: Any = compiled_module("dtypes").KINDS
+        kinds: Any = compiled_module("tasks").KINDS
         compiled_module("prepare").prepare(compiled_module("functions").functions(kinds[dtype], quantize), show)
 
 

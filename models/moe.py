@@ -1,7 +1,7 @@
 """Mixture of experts: a feed-forward part with routed experts, and a shared expert that all tokens use.
 
 Routing is in fp32, its product included. In deterministic mode a token's result does not depend on the other tokens of
-its experts: `hybrid.kernels.batch_invariant` describes how.
+its experts: `hybrid.kernels.ops.linear` describes how.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import is_compiled, linear
-from hybrid.kernels.reference import sigmoid
+from hybrid.kernels.ops import is_compiled, linear
 from hybrid.models.layers import MLP, Linear
 from hybrid.models.weights import Layouts, Source
 
@@ -36,7 +35,7 @@ class Router(Linear):
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
-        logits = linear(x.float(), self._matrix(), batch.blocks)
+        logits = linear(x.float(), self._matrix(), batch.decode_start)
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
     def _matrix(self) -> Tensor:
@@ -88,11 +87,7 @@ class SparseMoE(nn.Module):
         """Run the part on `[T, size]`."""
         routed = self.experts(x, *self.gate.choose(x, batch), batch)
         shared, gate = self.shared_expert(x, batch), self.shared_expert_gate(x, batch)
-        compiled: Any = kernels.compiled_for("experts", routed)
-        if compiled is not None:
-            total: Tensor = compiled.add_shared(routed, shared, gate)
-            return total
-        return routed + shared * sigmoid(gate)
+        return kernels.add_shared(routed, shared, gate)
 
 
 def expert_layouts(parameter: str, config: Any) -> Layouts | None:

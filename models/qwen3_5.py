@@ -1,5 +1,5 @@
-"""Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest. Qwen3.5 MoE and
-Qwen3-Next consist of the same layers.
+"""Qwen3.5, the text model: gated delta rule in most layers, full attention in the rest. The feed-forward parts are
+dense, or mixtures of experts (as in 35B-A3B). Qwen3-Next consists of the same layers.
 
 Parameters have the names of the checkpoint. The model works on a packed batch and knows no requests: it reads and
 writes the pages and state slots that are in the batch.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
+from hybrid.models.attention import Attention
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
@@ -22,10 +23,11 @@ from hybrid.models.layers import (
     ResidualLayer,
     RMSNorm,
     Rotary,
-    copy_keys_and_values,
     decode_linear,
 )
+from hybrid.models.moe import SparseMoE, expert_layouts
 from hybrid.models.mtp import MultiTokenPredictor
+from hybrid.models.weights import Layouts
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
@@ -101,8 +103,8 @@ class GatedDeltaNet(nn.Module):
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (self.value_heads, self.value_dim))
 
 
-class Attention(nn.Module):
-    """A full-attention layer with a gated output; keys and values are in pages.
+class GatedAttention(Attention):
+    """A full-attention layer with a gated output.
 
     Args:
         layer: its place in a page.
@@ -110,58 +112,20 @@ class Attention(nn.Module):
     """
 
     def __init__(self, config: Any, layer: int, first: int = 0) -> None:
-        super().__init__()
-        self.layer = layer
-        self.first: int = first
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = config.head_dim
-        bias = bool(config.attention_bias)
-        self.q_proj: Linear = Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias)
-        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
-        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
-        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        super().__init__(config, layer, config.head_dim, query_parts=2, first=first)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
         q, k, v = self.inputs(x, batch)
         q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
-        q = self._store(q, k, v, batch, rotary, kv)
-        # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
-        parts = [
-            kernels.paged_attention(
-                q[part.rows],
-                kv[:, self.layer],
-                part.block_table,
-                part.cu_seqlens,
-                part.seq_lens,
-                self.head_dim**-0.5,
-                chunk_size,
-                part.num_splits,
-                None,
-                self.first,
-            )
-            for part in batch.groups
-        ]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = self.attend(self.store(q, k, v, batch, rotary, kv), batch, kv, chunk_size)
         return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
     def keep(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> None:
         """Write the keys and values of `[T, hidden_size]`, and compute nothing else."""
         k, v = self.inputs(x, batch, first=1)
         no_queries = k.unflatten(-1, (self.kv_heads, self.head_dim))[:, :0]
-        self._store(no_queries, k, v, batch, rotary, kv)
-
-    def _store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
-        """Write keys and values. Returns the queries, rotated."""
-        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (k, v))
-        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
-        q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
-        copy_keys_and_values(pages, batch.copies)
-        return q
+        self.store(no_queries, k, v, batch, rotary, kv)
 
 
 class DecoderLayer(ResidualLayer):
@@ -178,7 +142,7 @@ class DecoderLayer(ResidualLayer):
             mixer: nn.Module = GatedDeltaNet(config, index_of_type)
             self.linear_attn = mixer
         else:
-            mixer = Attention(config, index_of_type, first)
+            mixer = GatedAttention(config, index_of_type, first)
             self.self_attn = mixer
         self.mlp = mlp
         self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -237,3 +201,23 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
                 StateTensor("conv", (linear_layers, config.linear_conv_kernel_dim - 1, channels), dtype),
             ),
         )
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 (the checkpoint's name)
+    """Qwen3.5 MoE text with its head.
+
+    Args:
+        config: a `Qwen3_5MoeTextConfig` of transformers.
+        chunk_size: chunk of the linear layers, in tokens.
+        has_predictor: it has the layer for multi-token prediction.
+    """
+
+    @classmethod
+    def feed_forward(cls, config: Any, layer: int) -> nn.Module:
+        """The feed-forward part of a layer."""
+        return SparseMoE(config, normalise=True)
+
+    @staticmethod
+    def layouts(parameter: str, config: Any) -> Layouts:
+        """The tensors on disk that make up a parameter."""
+        return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)

@@ -23,8 +23,8 @@ from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import CacheFileError, PromptError
+from hybrid.kernels.cpu.kinds import SCALE_BYTES
 from hybrid.kernels.packed_kv import KV_DTYPES, is_packed, unpack
-from hybrid.kernels.packed_row import SCALE_BYTES
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.directory import MANIFEST

@@ -21,8 +21,7 @@ from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
-from hybrid.kernels.batch_invariant import multiplies_pairs
-from hybrid.kernels.ops import check_gpu_kernels, setting
+from hybrid.kernels.ops import check_gpu_kernels, multiplies_pairs, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config

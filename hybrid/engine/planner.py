@@ -25,7 +25,6 @@ from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
-from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
@@ -90,7 +89,7 @@ class Plan:
         sampled: the rows of logits of each part, without padding.
         checkpoint_slots: (part, state slot) of every checkpoint that the pass writes.
         is_padded: it is padded to one of few shapes.
-        adapted: the adapters of the step, with the blocks of their rows.
+        adapted: the adapters of the step, with `decode_start` of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
         under_way: the pass before, from which this one may continue; None: its results are known.
         pads_runs: `RUN_STARTS` is padded, too.
@@ -101,13 +100,13 @@ class Plan:
     layout: dict[str, tuple[int, tuple[int, ...]]]
     splits: dict[str, int | None]
     num_prefill_tokens: int
-    blocks: RowBlocks | None
+    decode_start: int | None
     embeddings: tuple[Tensor, ...]
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
     checkpoint_slots: tuple[tuple[int, int], ...]
     is_padded: bool
-    adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
+    adapted: tuple[tuple[Adapter, int | None], ...] = ()
     targets: tuple[int, ...] | None = None
     under_way: UnderWay | None = None
     pads_runs: bool = False
@@ -193,13 +192,13 @@ class Plan:
             sample_rows=view("sample_rows"),
             prefills=group("prefills", slice(0, self.num_prefill_tokens)),
             decodes=group("decodes", slice(self.num_prefill_tokens, None)),
-            blocks=self.blocks,
+            decode_start=self.decode_start,
             rotary_positions=view("rotary_positions") if "rotary_positions" in self.layout else None,
             embedded=Embedded(view("embedded_rows"), self._embeddings(numbers.device)) if self.embeddings else None,
             log=[] if self.has_drafts else None,
             adapted=tuple(
-                Adapted(view(f"adapted.{index}"), blocks, adapter.weights)
-                for index, (adapter, blocks) in enumerate(self.adapted)
+                Adapted(view(f"adapted.{index}"), decode_start, adapter.weights)
+                for index, (adapter, decode_start) in enumerate(self.adapted)
             ),
             copies=view("copies") if is_tree else None,
             is_padded=self.is_padded,
@@ -284,7 +283,7 @@ def plan(
         pieces.layout,
         splits,
         rows.prompts,
-        RowBlocks(rows.prompts) if deterministic else None,
+        rows.prompts if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
@@ -390,18 +389,18 @@ def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[R
 
 def _add_adapted(
     pieces: Pieces, parts: list[Part], places: list[range], deterministic: bool
-) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
+) -> tuple[tuple[Adapter, int | None], ...]:
     """The rows of each adapter, those of prompts first."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
     for part, place in zip(parts, places, strict=True):
         if part.request.adapter is not None:
             by_adapter.setdefault(part.request.adapter, []).append((part, place))
-    adapted: list[tuple[Adapter, RowBlocks | None]] = []
+    adapted: list[tuple[Adapter, int | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
         pieces.add(f"adapted.{index}", adapted_rows)
         num_prompt = sum(len(rows) for part, rows in own if part.is_prefill)
-        adapted.append((adapter, RowBlocks(num_prompt) if deterministic else None))
+        adapted.append((adapter, num_prompt if deterministic else None))
     return tuple(adapted)
 
 

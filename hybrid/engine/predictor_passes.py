@@ -124,7 +124,7 @@ class PredictorInputs(NamedTuple):
             sample_rows=nothing,
             prefills=None,
             decodes=Group(rows, starts, self.lengths, self.block_table, nothing, nothing, num_splits=None),
-            blocks=None,
+            decode_start=None,
         )
 
 

@@ -14,7 +14,7 @@ request, and nowhere else. So an answer does not depend on whether prompts were 
 retraction, on failures, or on how many positions a pass computes.
 
 On a CPU probabilities and their logarithms are computed by compiled operations, each row by itself
-(`hybrid.kernels.cpu.softmax`). What torch computes here is exact, or is one operation on each element that is rounded
+(`kernels/cpu/elementwise.py`). What torch computes here is exact, or is one operation on each element that is rounded
 as IEEE 754 says, so that it cannot depend on the batch: values are compared, sorted and gathered, and probabilities are
 added up as whole numbers.
 """
@@ -163,7 +163,7 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 def _compiled_softmax(logits: Tensor) -> Any:
     """The module that computes probabilities of these logits, each row by itself; None: torch does."""
     is_known = logits.dtype == torch.float32 and logits.dim() == 2 and logits.shape[1] > 0
-    return compiled_for("softmax", logits) if is_known else None
+    return compiled_for("elementwise", logits) if is_known else None
 
 
 def _weights(values: Tensor) -> Tensor:

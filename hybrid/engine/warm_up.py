@@ -22,7 +22,6 @@ from hybrid.batch import Batch, Group, StateSteps, Unrolled
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.planner import BATCH_INVARIANT_SPLITS, LINK_FIELDS
-from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.speculation.config import SpeculationConfig
@@ -165,7 +164,7 @@ def idle_batch(size: Size, chunk_size: int, deterministic: bool, slot: int, devi
         sample_rows=ints(len(size.prompts) + size.rows),
         prefills=prefills if size.prompts else None,
         decodes=decodes if size.decodes else None,
-        blocks=RowBlocks(num_prompt) if deterministic else None,
+        decode_start=num_prompt if deterministic else None,
         log=[] if size.drafts else None,
         copies=torch.tensor([[0], [-1]], device=device) if size.is_tree else None,
         is_padded=size.is_padded,

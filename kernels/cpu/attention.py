@@ -1,19 +1,19 @@
-"""Attention over keys and values in pages (`hybrid.kernels.cpu.compiled.attention`)."""
+"""Attention over keys and values in pages, and of prompts over sliding windows, whose keys and values are state
+(`hybrid.kernels.cpu.compiled.attention`)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KEPT, KINDS
 from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import UNPACKED
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.sizes import TOKENS, UNPACKED
-from hybrid.kernels.cpu.tasks import bits, run
-from hybrid.kernels.reference import attention as twins
+from hybrid.kernels.cpu.target import BLOCK, TOKENS
+from hybrid.kernels.cpu.tasks import KEPT, bits, kind_of, run
+from hybrid.kernels.reference.attention import over_rings
 
 MIN_SHARED = 1 << 16
 """Elements of keys that are worth a thread."""
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 _attend = Compiled(f"{COMPILED}.attention", "attend")
 
@@ -27,34 +27,38 @@ def paged_attention(
     scale: float,
     chunk_size: int,
     num_splits: int | None = None,
-    visible: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """`reference.paged_attention`; trees of drafts are left to the twin. Packed pages give the bits of pages with what
-    the rows are unpacked to."""
-    kept = KEPT.get(cache.dtype, UNPACKED)
-    is_known = query.dtype in DTYPES and (kept or cache.dtype == query.dtype) and cache.stride(-1) == 1
-    if not is_known or visible is not None:
-        return twins.paged_attention(
-            query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible, first
-        )
+    """`reference.paged_attention`. Packed pages give the bits of pages with what the rows are unpacked to."""
     return _paged(query, cache, block_table, cu_seqlens, seq_lens, scale, first, 0)
 
 
-def attend_in_window(query: Tensor, page: Tensor, scale: float, window: int) -> Tensor:
-    """Attention of the last tokens of a sequence, each over the last `window` keys up to its own.
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rings: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> Tensor:
+    """`reference.attention.window_attention`; a token's bits depend on its position and on what it sees alone, wherever
+    the prompt is cut."""
+    kind_of("window_attention", query, key, value, rings)
+    window = rings.shape[2]
 
-    Args:
-        query: `[T, heads, head_dim]`.
-        page: `[2, tokens, kv_heads, head_dim]` keys and values from a position on that is a multiple of `BLOCK`, those
-            of the queries included. What is before the window of the first query may be any finite numbers.
+    def attend(rows: Tensor, both: Tensor, base: int) -> Tensor:
+        """The keys and values of one request are a page; blocks of it end at fixed positions of the sequence."""
+        page = F.pad(both, (0, 0, 0, 0, base % BLOCK, 0)).unsqueeze(0)
+        starts, lengths = torch.tensor([0, len(rows)]), torch.tensor([page.shape[2]])
+        return _paged(rows, page, torch.zeros(1, 1, dtype=torch.int64), starts, lengths, scale, 0, window)
 
-    Returns:
-        `[T, heads, head_dim]`.
-    """
-    starts = torch.tensor([0, len(query)])
-    table, lengths = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([page.shape[1]])
-    return _paged(query, page.unsqueeze(0), table, starts, lengths, scale, 0, window)
+    slots = state_read, state_write, captures
+    return over_rings(query, key, value, rings, cu_seqlens, seq_lens, *slots, attend)
 
 
 def _paged(
@@ -68,27 +72,16 @@ def _paged(
     window: int,
 ) -> Tensor:
     kept = KEPT.get(cache.dtype, UNPACKED)
+    kind = kind_of("paged_attention", query, *(() if kept else (cache,)), lies_right=cache.stride(-1) == 1)
     query, output = query.contiguous(), torch.empty(query.shape, dtype=query.dtype)
     table, starts, seq_lens = block_table.contiguous(), cu_seqlens.contiguous(), seq_lens.contiguous()
     (tokens, heads, size), requests = query.shape, len(seq_lens)
     page_size, kv_heads, row_bytes = cache.shape[2:]
     addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, starts, seq_lens, output))
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
-    args = (
-        *addresses,
-        *strides,
-        requests,
-        heads,
-        kv_heads,
-        size,
-        page_size,
-        bits(scale),
-        first,
-        kept,
-        row_bytes,
-        window,
-    )
+    sizes = requests, heads, kv_heads, size, page_size
+    args = (*addresses, *strides, *sizes, bits(scale), first, kept, row_bytes, window)
     tiles = min(tokens, requests + tokens // TOKENS)  # at most: how long each request is, is not read here
     work = table.numel() * page_size * kv_heads * size * tokens // max(requests, 1)
-    run(_attend, KINDS[query.dtype], args, tiles * kv_heads, 1, work // MIN_SHARED)
+    run(_attend, kind, args, tiles * kv_heads, 1, work // MIN_SHARED)
     return output

@@ -78,7 +78,7 @@ def _is_view(result: Any, args: Any) -> bool:
 def _widens(func: Any, args: Any) -> bool:
     """Whether an operation makes bfloat16 numbers fp32."""
     is_wide = func is aten.to.dtype and args[1:] == (torch.float32,)
-    return is_wide and args[0].dtype == torch.bfloat16 and args[0].is_contiguous()
+    return is_wide and args[0].dtype == torch.bfloat16 and args[0].dim() == 2 and args[0].stride(1) == 1
 
 
 class _Pass(TorchDispatchMode):

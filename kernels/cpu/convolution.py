@@ -4,29 +4,16 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KINDS
 from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import Kind
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.reference import convolution as twins
-from hybrid.kernels.reference import state_space as biased_twins
+from hybrid.kernels.cpu.tasks import by_rows, kind_of, run
 
 MIN_SHARED = 1 << 15
 """Elements that are worth a thread."""
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 _convolve = Compiled(f"{COMPILED}.convolution", "convolve")
 _convolve_tokens = Compiled(f"{COMPILED}.convolution", "convolve_tokens")
-
-
-def _are_known(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> bool:
-    """Whether the types and the places of numbers are those that are compiled."""
-    channels, width = weight.shape
-    of_one_type = (weight, state) if bias is None else (weight, state, bias)
-    is_known = x.dtype in DTYPES and all(tensor.dtype == x.dtype for tensor in of_one_type) and width > 1
-    is_bias_known = bias is None or bias.is_contiguous()
-    return is_known and is_bias_known and weight.is_contiguous() and state.stride()[1:] == (channels, 1)
 
 
 def causal_conv1d(
@@ -37,67 +24,38 @@ def causal_conv1d(
     state_read: Tensor,
     state_write: Tensor,
     captures: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`reference.causal_conv1d`."""
-    if not _are_known(x, weight, None, state):
-        return twins.causal_conv1d(x, weight, state, cu_seqlens, state_read, state_write, captures)
-    return _of_prompts(x, weight, None, state, cu_seqlens, state_read, state_write, captures)
-
-
-def biased_causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-) -> Tensor:
-    """`reference.state_space.biased_causal_conv1d`."""
-    if not _are_known(x, weight, bias, state):
-        return biased_twins.biased_causal_conv1d(x, weight, bias, state, cu_seqlens, state_read, state_write, captures)
-    return _of_prompts(x, weight, bias, state, cu_seqlens, state_read, state_write, captures)
-
-
-def biased_causal_conv1d_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_read: Tensor, state_write: Tensor
-) -> Tensor:
-    """`reference.state_space.biased_causal_conv1d_update`; a token that reads `LEFT_OUT` is not computed, where this is
-    compiled."""
-    if not _are_known(x, weight, bias, state):
-        return biased_twins.biased_causal_conv1d_update(x, weight, bias, state, state_read, state_write)
-    channels, width = weight.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    state_read, state_write = state_read.contiguous(), state_write.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype)
-    addresses = tuple(tensor.data_ptr() for tensor in (x, weight, state, state_read, state_write, y))
-    args = (*addresses, _address(bias), x.stride(0), state.stride(0), x.shape[0], channels, width)
-    run(_convolve_tokens, KINDS[x.dtype], args, channels, 16, x.numel() // MIN_SHARED)
-    return y
-
-
-def _of_prompts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-) -> Tensor:
-    channels, width = weight.shape
-    x, captures = x if x.stride(-1) == 1 else x.contiguous(), captures.contiguous()
+    (channels, width), kind = weight.shape, _kind(x, weight, bias, state)
+    x, captures = by_rows(x), captures.contiguous()
     state_read, state_write = state_read.contiguous(), state_write.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
     tensors = (x, weight, state, cu_seqlens, state_read, state_write, captures, y)
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     sizes = cu_seqlens.numel() - 1, len(captures), channels, width
-    args = (*addresses, x.stride(0), state.stride(0), *sizes, _address(bias))
-    run(_convolve, KINDS[x.dtype], args, channels, 16, x.numel() // MIN_SHARED)
+    args = (*addresses, x.stride(0), state.stride(0), *sizes, 0 if bias is None else bias.data_ptr())
+    run(_convolve, kind, args, channels, 16, x.numel() // MIN_SHARED)
     return y
 
 
-def _address(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.data_ptr()
+def causal_conv1d_update(
+    x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`reference.causal_conv1d_update`; a token that reads `LEFT_OUT` is not computed."""
+    (channels, width), kind = weight.shape, _kind(x, weight, bias, state)
+    x = by_rows(x)
+    state_read, state_write = state_read.contiguous(), state_write.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    addresses = tuple(tensor.data_ptr() for tensor in (x, weight, state, state_read, state_write, y))
+    sizes = x.stride(0), state.stride(0), x.shape[0], channels, width
+    args = (*addresses, 0 if bias is None else bias.data_ptr(), *sizes)
+    run(_convolve_tokens, kind, args, channels, 16, x.numel() // MIN_SHARED)
+    return y
+
+
+def _kind(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Kind:
+    channels, width = weight.shape
+    lies_right = width > 1 and weight.is_contiguous() and state.stride()[1:] == (channels, 1)
+    biases = () if bias is None else (bias,)
+    return kind_of("causal_conv1d", x, weight, state, *biases, lies_right=lies_right)

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KINDS
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.tasks import KINDS, run
 
 MIN_SHARED = 1 << 16
 """Logits that are worth a thread."""

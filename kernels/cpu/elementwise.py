@@ -1,117 +1,121 @@
-"""The operations that take each row by itself: norms, gates, and what comes between projection and attention
-(`hybrid.kernels.cpu.compiled.elementwise`)."""
+"""The operations that take each row by itself: norms, gates, rotary angles, what comes between projection and
+attention, and probabilities (`hybrid.kernels.cpu.compiled.elementwise`)."""
 
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KEPT, KINDS
 from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import FLOAT, UNPACKED
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.sizes import UNPACKED
-from hybrid.kernels.cpu.tasks import bits, run
-from hybrid.kernels.reference import elementwise as twins
+from hybrid.kernels.cpu.tasks import KEPT, KINDS, bits, by_rows, kind_of, run
 
 MIN_SHARED = 1 << 12
 """Elements that are worth a thread."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+MIN_SHARED_LOGITS = 1 << 14
+"""Logits that are worth a thread."""
 
 _rms_norm = Compiled(f"{COMPILED}.elementwise", "rms_norm")
 _add_rms_norm = Compiled(f"{COMPILED}.elementwise", "add_rms_norm")
 _gated_rms_norm = Compiled(f"{COMPILED}.elementwise", "gated_rms_norm")
 _silu_and_mul = Compiled(f"{COMPILED}.elementwise", "silu_and_mul")
 _gelu_and_mul = Compiled(f"{COMPILED}.elementwise", "gelu_and_mul")
-_rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
 _sigmoid_and_mul = Compiled(f"{COMPILED}.elementwise", "sigmoid_and_mul")
+_rotary = Compiled(f"{COMPILED}.elementwise", "rotary")
+_rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
 _norm_rotate_store = Compiled(f"{COMPILED}.elementwise", "norm_rotate_store")
-
-
-def _are_known(*tensors: Tensor) -> bool:
-    """Whether tensors have one type that is compiled."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[rows, size]`, each row contiguous."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+_softmax = Compiled(f"{COMPILED}.elementwise", "softmax")
+_log_softmax = Compiled(f"{COMPILED}.elementwise", "log_softmax")
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """`reference.rms_norm`."""
-    if x.dtype not in DTYPES or scale.dtype != torch.float32:
-        return twins.rms_norm(x, scale, eps)
+    kind = kind_of("rms_norm", x, exact=(scale,))
     rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype)
     count, size = rows.shape
     args = rows.data_ptr(), scale.data_ptr(), y.data_ptr(), rows.stride(0), size, bits(eps)
-    run(_rms_norm, KINDS[x.dtype], args, count, 1, count * size // MIN_SHARED)
+    run(_rms_norm, kind, args, count, 1, count * size // MIN_SHARED)
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm`."""
-    if not _are_known(x, residual) or scale.dtype != torch.float32 or x.shape != residual.shape:
-        return twins.add_rms_norm(x, residual, scale, eps)
+    kind = kind_of("add_rms_norm", x, residual, exact=(scale,), lies_right=x.shape == residual.shape)
     x, residual = x.contiguous(), residual.contiguous()
     total, y = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     size, count = x.shape[-1], x.numel() // max(x.shape[-1], 1)
     addresses = x.data_ptr(), residual.data_ptr(), scale.data_ptr(), total.data_ptr(), y.data_ptr()
-    run(_add_rms_norm, KINDS[x.dtype], (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
+    run(_add_rms_norm, kind, (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
     return total, y
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`reference.gated_rms_norm`."""
-    if not _are_known(x, gate, weight):
-        return twins.gated_rms_norm(x, gate, weight, eps)
+    kind = kind_of("gated_rms_norm", x, gate, weight)
     x, gate, y = x.contiguous(), gate.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     size, count = x.shape[-1], x.numel() // max(x.shape[-1], 1)
     addresses = x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr()
-    run(_gated_rms_norm, KINDS[x.dtype], (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
+    run(_gated_rms_norm, kind, (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
     return y
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`reference.silu_and_mul`."""
-    if not _are_known(gate, up) or gate.shape != up.shape:
-        return twins.silu_and_mul(gate, up)
     return _of_two(_silu_and_mul, gate, up)
 
 
 def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`reference.elementwise.gelu_and_mul`."""
-    if not _are_known(gate, up) or gate.shape != up.shape:
-        return twins.gelu_and_mul(gate, up)
     return _of_two(_gelu_and_mul, gate, up)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`reference.rotate`."""
-    if not _are_known(x, cos, sin):
-        return twins.rotate(x, cos, sin)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    cos, sin, y = cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    tokens, heads, size = x.shape
-    addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-    args = (*addresses, x.stride(0), x.stride(1), heads, size, cos.shape[-1])
-    run(_rotate, KINDS[x.dtype], args, tokens, 1, x.numel() // MIN_SHARED)
-    return y
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """`reference.sigmoid_and_mul`."""
-    if not _are_known(x, gate) or x.shape != gate.shape:
-        return twins.sigmoid_and_mul(x, gate)
     return _of_two(_sigmoid_and_mul, x, gate)
 
 
 def _of_two(function: Compiled, first: Tensor, second: Tensor) -> Tensor:
+    kind = kind_of(function.__name__, first, second, lies_right=first.shape == second.shape)
     y = torch.empty(first.shape, dtype=first.dtype)
     a, b = _rows(first), _rows(second)
     count, size = a.shape
     args = a.data_ptr(), b.data_ptr(), y.data_ptr(), a.stride(0), b.stride(0), size
-    run(function, KINDS[y.dtype], args, count, 1, count * size // MIN_SHARED)
+    run(function, kind, args, count, 1, count * size // MIN_SHARED)
+    return y
+
+
+def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of `positions * inverse_frequencies`, a product in fp32, times `scale`.
+
+    Torch has operations for that, of which each takes as long to call as several compiled ones take to run: these are a
+    part of the program of a captured pass (`hybrid.kernels.cpu.capture`).
+
+    Args:
+        positions: `[T, 1]`, or `[T, frequencies]` int64.
+        inverse_frequencies: `[frequencies]` fp32, contiguous.
+        scale: of fp32.
+        dtype: of the results, fp32 or bfloat16.
+
+    Returns:
+        `[T, frequencies]` each.
+    """
+    count, size = len(positions), len(inverse_frequencies)
+    cos, sin = torch.empty(count, size, dtype=dtype), torch.empty(count, size, dtype=dtype)
+    of_frequency = positions.stride(1) if positions.shape[1] > 1 else 0
+    addresses = positions.data_ptr(), inverse_frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    args = (*addresses, positions.stride(0), of_frequency, size, bits(scale))
+    run(_rotary, KINDS[dtype], args, count, 1, count * size // MIN_SHARED)
+    return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`reference.rotate`."""
+    kind, x = kind_of("rotate", x, cos, sin), by_rows(x)
+    cos, sin, y = cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads, size = x.shape
+    addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+    args = (*addresses, x.stride(0), x.stride(1), heads, size, cos.shape[-1])
+    run(_rotate, kind, args, tokens, 1, x.numel() // MIN_SHARED)
     return y
 
 
@@ -128,21 +132,52 @@ def norm_rotate_store(
     slot_mapping: Tensor,
 ) -> Tensor:
     """`reference.norm_rotate_store`."""
-    kept, rows = KEPT.get(cache.dtype, UNPACKED), (q, k, v, cache)
-    of_one_type = (q, k, v, cos, sin) if kept else (*rows, cos, sin)
-    if not _are_known(*of_one_type) or any(tensor.stride(-1) != 1 for tensor in rows):
-        return twins.norm_rotate_store(q, k, v, q_scale, k_scale, eps, cos, sin, cache, slot_mapping)
-    y, cos, sin, slot_mapping = (
-        torch.empty(q.shape, dtype=q.dtype),
-        cos.contiguous(),
-        sin.contiguous(),
-        slot_mapping.contiguous(),
-    )
+    kept, lies_right = KEPT.get(cache.dtype, UNPACKED), all(tensor.stride(-1) == 1 for tensor in (q, k, v, cache))
+    of_one_type = (k, v, cos, sin) if kept else (k, v, cache, cos, sin)
+    kind = kind_of("norm_rotate_store", q, *of_one_type, exact=(q_scale, k_scale), lies_right=lies_right)
+    y, cos, sin = torch.empty(q.shape, dtype=q.dtype), cos.contiguous(), sin.contiguous()
+    slot_mapping = slot_mapping.contiguous()
     addresses = tuple(t.data_ptr() for t in (q, k, v, q_scale, k_scale, cos, sin, cache, slot_mapping, y))
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4])
     (tokens, heads, size), kv_heads = q.shape, k.shape[1]
     sizes = heads, kv_heads, size, cos.shape[-1], cache.shape[2]
     elements = tokens * (heads + 2 * kv_heads) * size
     args = (*addresses, *strides, *sizes, bits(eps), kept, cache.shape[4])
-    run(_norm_rotate_store, KINDS[q.dtype], args, tokens, 1, elements // MIN_SHARED)
+    run(_norm_rotate_store, kind, args, tokens, 1, elements // MIN_SHARED)
     return y
+
+
+def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The probabilities of each row at its temperature. A row with NaN or infinity, or with nothing but minus infinity,
+    gives NaN.
+
+    Args:
+        logits: `[S, size]` fp32.
+        temperature: `[S]` fp64. One below the smallest normal fp32 number is that number.
+    """
+    logits, temperature = by_rows(logits), temperature.contiguous()
+    rows, size = logits.shape
+    y = torch.empty(rows, size, dtype=torch.float32)
+    args = logits.data_ptr(), temperature.data_ptr(), y.data_ptr(), logits.stride(0), size
+    run(_softmax, FLOAT, args, rows, 1, logits.numel() // MIN_SHARED_LOGITS)
+    return y
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """The logarithms of the probabilities of each row.
+
+    Args:
+        logits: `[S, size]` fp32.
+    """
+    logits = by_rows(logits)
+    rows, size = logits.shape
+    y = torch.empty(rows, size, dtype=torch.float32)
+    args = logits.data_ptr(), y.data_ptr(), logits.stride(0), size
+    run(_log_softmax, FLOAT, args, rows, 1, logits.numel() // MIN_SHARED_LOGITS)
+    return y
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[rows, size]`, each row contiguous."""
+    x = by_rows(x)
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

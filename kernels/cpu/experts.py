@@ -4,19 +4,14 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KINDS
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.matmul import multiply_into
-from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.reference import experts as twins
-from hybrid.kernels.reference.elementwise import sigmoid
+from hybrid.kernels.cpu.tasks import by_rows, kind_of, run
 
 MIN_SHARED = 1 << 12
 """Elements that are worth a thread."""
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 _route_experts = Compiled(f"{COMPILED}.experts", "route_experts")
 _combine_experts = Compiled(f"{COMPILED}.experts", "combine_experts")
@@ -27,9 +22,8 @@ def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, 
     """`reference.route_experts`; of experts with equal logits the lower one comes first. A row with NaN is routed to
     experts that exist, with weights that are NaN."""
     (rows, count), top_k = logits.shape, int(top_k)
-    if logits.dtype != torch.float32 or not 0 < top_k <= count:
-        return twins.route_experts(logits, top_k, normalise)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    kind_of("route_experts", logits, exact=(logits,), lies_right=0 < top_k <= count)
+    logits = by_rows(logits)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     experts = torch.empty(rows, top_k, dtype=torch.int64)
     args = logits.data_ptr(), weights.data_ptr(), experts.data_ptr(), logits.stride(0), count, top_k, int(normalise)
@@ -52,30 +46,22 @@ def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k:
 
 def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """`reference.combine_experts`."""
-    if y.dtype not in DTYPES or weights.dtype != torch.float32:
-        return twins.combine_experts(y, places, weights)
-    y = y if y.stride(1) == 1 else y.contiguous()
+    kind, y = kind_of("combine_experts", y, exact=(weights,)), by_rows(y)
     places, weights = places.contiguous(), weights.contiguous()
     (rows, top_k), size = places.shape, y.shape[1]
     output = torch.empty(rows, size, dtype=y.dtype)
     addresses = y.data_ptr(), places.data_ptr(), weights.data_ptr(), output.data_ptr()
     args = (*addresses, y.stride(0), size, top_k)
-    run(_combine_experts, KINDS[y.dtype], args, rows, 1, rows * top_k * size // MIN_SHARED)
+    run(_combine_experts, kind, args, rows, 1, rows * top_k * size // MIN_SHARED)
     return output
 
 
 def add_shared(routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
-    """`routed + shared * sigmoid(gate)`, rounded once: what a shared expert gives is added to what others give.
-
-    Args:
-        routed, shared: `[T, size]`.
-        gate: `[T, 1]`.
-    """
-    if routed.dtype not in DTYPES or not routed.dtype == shared.dtype == gate.dtype:
-        return routed + shared * sigmoid(gate)
+    """`reference.add_shared`, rounded once."""
+    kind = kind_of("add_shared", routed, shared, gate)
     routed, shared, gate = routed.contiguous(), shared.contiguous(), gate.contiguous()
     output = torch.empty(routed.shape, dtype=routed.dtype)
     addresses = tuple(tensor.data_ptr() for tensor in (routed, shared, gate, output))
     args = (*addresses, routed.shape[1])
-    run(_add_shared, KINDS[routed.dtype], args, routed.shape[0], 1, routed.numel() // MIN_SHARED)
+    run(_add_shared, kind, args, routed.shape[0], 1, routed.numel() // MIN_SHARED)
     return output

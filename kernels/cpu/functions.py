@@ -16,9 +16,7 @@ PRODUCTS = ((FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (BYTE, FLOAT), (BYTE, H
 
 OF_NUMBERS = {
     "attention": ("attend",),
-    "delta_rule": ("rule",),
-    "delta_rule_step": ("step",),
-    "gates": ("delta_gates",),
+    "delta_rule": ("rule", "step", "delta_gates"),
     "elementwise": (
         "norm_rotate_store",
         "rms_norm",
@@ -27,28 +25,28 @@ OF_NUMBERS = {
         "silu_and_mul",
         "sigmoid_and_mul",
         "gelu_and_mul",
+        "rotary",
         "rotate",
     ),
     "convolution": ("convolve", "convolve_tokens"),
     "state_space": ("scan", "advance", "time_steps", "add_skip", "grouped_gated_norm"),
-    "panels": ("make_panels",),
+    "matmul": ("make_panels",),
     "drafts": ("choose_drafts",),
-    "rotary": ("rotary",),
     "experts": ("combine_experts", "add_shared"),
     "memory": ("shift", "take", "copy"),
 }
 """Functions of one kind of numbers, by module."""
 
-OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
+OF_PRODUCTS = {"matmul": ("multiply_panels", "multiply")}
 
 OF_FLOATS = {
     "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
     "experts": ("route_experts",),
-    "softmax": ("softmax", "log_softmax"),
+    "elementwise": ("softmax", "log_softmax"),
     "memory": ("fill",),
 }
 
-OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
+OF_HALVES = {"matmul": ("widen_pairs",), "memory": ("widen",)}
 
 SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "scan": 2, "lead": 1}
 """CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""

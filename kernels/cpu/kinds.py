@@ -1,5 +1,5 @@
-"""What memory holds, as compiled code names it: from the kinds of its arguments it is known what to compile. No torch:
-what compiles does without it."""
+"""What memory holds, as compiled code names it: from the kinds of its arguments it is known what to compile; and
+constants that compiled code and who calls it have in common. No torch: what compiles does without it."""
 
 Kind = str | tuple[str, str]
 """Numba's name of a type of numbers, or those of two."""
@@ -13,6 +13,15 @@ _ALL = (FLOAT, HALF, BYTE)
 
 SIGNATURES: tuple[Kind, ...] = (*_ALL, *((first, second) for first in _ALL for second in _ALL))
 """The kinds that operations are compiled for: of one type of numbers, or of a weight and an output."""
+
+UNPACKED, INT8, FP8 = 0, 1, 2
+"""How rows of keys and values are kept (`hybrid.kernels.packed_kv`), as an argument of an operation."""
+
+SCALE_BYTES = 4
+"""Bytes of the scale of a packed row. Rows are multiples of it, so that every scale is aligned."""
+
+FP8_MAX = 448.0
+"""The largest number of e4m3."""
 
 LEFT_OUT = -2
 """In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.dtypes import KINDS
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.tasks import Task, run
-from hybrid.kernels.reference import memory as twins
+from hybrid.kernels.cpu.tasks import KINDS, NUMBERS, Task, kind_of, run
 
 MIN_SHARED = 1 << 16
 """Elements that are worth a thread."""
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 _shift = Compiled(f"{COMPILED}.memory", "shift")
 _take = Compiled(f"{COMPILED}.memory", "take")
@@ -26,23 +22,21 @@ _widen = Compiled(f"{COMPILED}.memory", "widen")
 
 
 def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """`reference.shift_rows`; a token that reads `LEFT_OUT` is not computed, where this is compiled."""
+    """`reference.shift_rows`; a token that reads `LEFT_OUT` is not computed."""
     tokens, size = x.shape
-    lies_right = x.stride(-1) == 1 and state.stride(-1) == 1
-    if x.dtype not in DTYPES or state.dtype != x.dtype or not lies_right:
-        return twins.shift_rows(x, state, cu_seqlens, state_read, state_write)
+    kind = kind_of("shift_rows", x, state, lies_right=x.stride(-1) == 1 and state.stride(-1) == 1)
     output = torch.empty(x.shape, dtype=x.dtype)
     state_read, state_write = state_read.contiguous(), state_write.contiguous()
     addresses = tuple(tensor.data_ptr() for tensor in (x, state, output, state_read, state_write))
     args = (*addresses, x.stride(0), state.stride(0), tokens, size)
-    run(_shift, KINDS[x.dtype], args, size, 16, x.numel() // MIN_SHARED)
+    run(_shift, kind, args, size, 16, x.numel() // MIN_SHARED)
     return output
 
 
 def can_take_rows(x: Tensor, rows: Tensor) -> bool:
     """Whether `take_rows` knows the types and shapes of its arguments."""
     is_index = rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous()
-    return is_index and x.dtype in DTYPES and x.dim() == 2 and x.stride(1) == 1
+    return is_index and x.dtype in NUMBERS and x.dim() == 2 and x.stride(1) == 1
 
 
 def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
@@ -62,7 +56,7 @@ def can_join(parts: Sequence[Tensor]) -> bool:
     """Whether `join` knows the types and shapes of its arguments."""
     rows, dtype = len(parts[0]), parts[0].dtype
     is_like = [part.dim() == 2 and len(part) == rows and part.dtype == dtype for part in parts]
-    return dtype in DTYPES and all(is_like) and all(part.stride(1) == 1 for part in parts)
+    return dtype in NUMBERS and all(is_like) and all(part.stride(1) == 1 for part in parts)
 
 
 def join(parts: Sequence[Tensor], output: Tensor) -> Tensor:
@@ -81,8 +75,14 @@ def join(parts: Sequence[Tensor], output: Tensor) -> Tensor:
 
 
 def widen(x: Tensor, output: Tensor) -> Tensor:
-    """Write bfloat16 numbers as fp32 to `output`, and return it. Both are contiguous, and of the same shape."""
-    run(_widen, KINDS[x.dtype], (x.data_ptr(), output.data_ptr()), x.numel(), 16, x.numel() // MIN_SHARED)
+    """Write bfloat16 rows as fp32 to `output`, and return it.
+
+    Args:
+        x: `[N, size]`, each row contiguous.
+        output: `[N, size]`, contiguous.
+    """
+    args = x.data_ptr(), output.data_ptr(), x.stride(0), x.shape[1]
+    run(_widen, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
     return output
 
 

@@ -1,4 +1,5 @@
-"""What is compiled for: the CPU at hand, as Numba describes it. Imports no torch."""
+"""What is compiled for: the CPU at hand, as Numba describes it, and sizes that compiled code and who calls it have in
+common. Imports no torch."""
 
 import logging
 import platform
@@ -32,3 +33,19 @@ if not (HAS_FMA and sys.platform == "linux" and platform.machine() == "x86_64"):
         CPU,
         sys.platform,
     )
+
+TOKENS = 16
+"""Tokens whose queries attention takes together."""
+
+BLOCK = 64
+"""Keys that attention takes at once, a multiple of LANES."""
+
+COLUMNS = 12
+"""Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
+
+PANEL_ROWS, PANEL_VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
+"""Rows of x, and vectors of rows of the weight, that are multiplied at once where there are many: their sums fill the
+registers."""
+
+PANEL_COLUMNS = PANEL_VECTORS * LANES
+"""Rows of the weight in a panel."""

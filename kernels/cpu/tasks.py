@@ -15,12 +15,22 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import INTEGER, SIGNATURES, Kind
+from hybrid.kernels.cpu.kinds import BYTE, FLOAT, FP8, HALF, INT8, INTEGER, SIGNATURES, Kind
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.team import Posted, compute, repeat, team
 from hybrid.kernels.cpu.threads import num_threads
+
+NUMBERS = (torch.float32, torch.bfloat16)
+"""Types that are computed with."""
+
+KINDS: dict[torch.dtype, str] = {torch.float32: FLOAT, torch.bfloat16: HALF, torch.int8: BYTE}
+"""The kind of numbers in memory of a type."""
+
+KEPT: dict[torch.dtype, int] = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
+"""How rows of keys and values are kept in pages of these types; in others they are unpacked."""
 
 
 class Task(NamedTuple):
@@ -158,3 +168,30 @@ def bits(value: float) -> int:
     """An fp32 number as an argument."""
     found: int = struct.unpack("i", struct.pack("f", value))[0]
     return found
+
+
+def kind_of(operation: str, x: Tensor, *others: Tensor, exact: Sequence[Tensor] = (), lies_right: bool = True) -> Kind:
+    """The kind of numbers that an operation computes with.
+
+    Args:
+        operation: its name, for the error.
+        x, others: tensors of one type, float32 or bfloat16.
+        exact: tensors of float32.
+        lies_right: the shapes and strides are those that it is compiled for.
+
+    Raises:
+        TypeError: they are not, or the types are others.
+    """
+    has_type = x.dtype in NUMBERS and all(other.dtype == x.dtype for other in others)
+    if not (lies_right and has_type and all(other.dtype == torch.float32 for other in exact)):
+        found = "; ".join(f"{list(own.shape)} {own.dtype}, strides {own.stride()}" for own in (x, *others, *exact))
+        raise TypeError(
+            f"{operation} is compiled for float32 and bfloat16 tensors as our models have them; got {found}. "
+            "HYBRID_KERNELS=reference computes others in plain torch"
+        )
+    return KINDS[x.dtype]
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """A tensor whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

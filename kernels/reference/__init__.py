@@ -2,8 +2,8 @@
 kernels are tested against.
 
 Each is the *twin* of the kernel of the same name and signature in `hybrid.kernels.triton`, in the file of the same
-name. Files without a counterpart there hold operations that run in plain torch on every device (`state_space`), or what
-several twins share (`chunks`).
+name. What has no counterpart there runs in plain torch on every device but CPUs, whose operations are compiled
+(`state_space`).
 
 Packed batches: the new tokens of all requests are concatenated along one dimension without padding, and `cu_seqlens`
 `[R + 1]` holds the offset of each request's first token. Pools are addressed by page ids (`block_table`) and by state
@@ -15,8 +15,12 @@ The chunks of every request are computed in products of their own, whose shapes 
 
 from hybrid.kernels.reference.attention import paged_attention
 from hybrid.kernels.reference.convolution import causal_conv1d, causal_conv1d_update
-from hybrid.kernels.reference.delta_rule import chunk_gated_delta_rule, delta_gates
-from hybrid.kernels.reference.delta_rule_step import gated_delta_step, recurrent_gated_delta_rule
+from hybrid.kernels.reference.delta_rule import (
+    chunk_gated_delta_rule,
+    delta_gates,
+    gated_delta_step,
+    recurrent_gated_delta_rule,
+)
 from hybrid.kernels.reference.elementwise import (
     add_rms_norm,
     gated_rms_norm,
@@ -30,12 +34,13 @@ from hybrid.kernels.reference.elementwise import (
     silu_and_mul,
     softplus,
 )
-from hybrid.kernels.reference.experts import combine_experts, expert_linear, route_experts, sort_by_expert
+from hybrid.kernels.reference.experts import add_shared, combine_experts, expert_linear, route_experts, sort_by_expert
 from hybrid.kernels.reference.matmul import batch_invariant_linear
 from hybrid.kernels.reference.memory import copy_states, fill_in_tokens, shift_rows, store_kv
 
 __all__ = [
     "add_rms_norm",
+    "add_shared",
     "batch_invariant_linear",
     "causal_conv1d",
     "causal_conv1d_update",

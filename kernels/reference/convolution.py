@@ -14,6 +14,7 @@ def causal_conv1d(
     state_read: Tensor,
     state_write: Tensor,
     captures: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Depthwise causal convolution with silu over a packed batch, each request continuing from its window.
 
@@ -26,23 +27,11 @@ def causal_conv1d(
         state_read, state_write: `[R]` slots; -1 in `state_write`: the request keeps no state.
         captures: `[C, 3]` rows of (request, new tokens, slot): the window after `new tokens` goes to the
             slot too. A row of the request -1 is none.
+        bias: `[channels]`, added before the silu; None: there is none.
 
     Returns:
         `[T, channels]`.
     """
-    return silu(convolve(x, weight, state, cu_seqlens, state_read, state_write, captures)).to(x.dtype)
-
-
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-) -> Tensor:
-    """`causal_conv1d` before its silu, in fp32."""
     past = weight.shape[1] - 1
     starts = cu_seqlens.tolist()
     pieces: list[Tensor] = []
@@ -66,20 +55,17 @@ def convolve(
         mixed = torch.cat(
             [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
         )
-    return mixed
+    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
 
 
-def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """One step of `causal_conv1d`: one new token per request.
+def causal_conv1d_update(
+    x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """One step of `causal_conv1d`: one new token per request. Slots may be -1, as for `reference.gated_delta_step`.
 
     Args:
         x: `[R, channels]`.
     """
-    return silu(convolve_step(x, weight, state, state_read, state_write)).to(x.dtype)
-
-
-def convolve_step(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """`causal_conv1d_update` before its silu, in fp32. Slots may be -1, as for `reference.gated_delta_step`."""
     reads, writes = state_read.tolist(), state_write.tolist()
     if min(reads + writes, default=0) >= 0:
         window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
@@ -90,7 +76,7 @@ def convolve_step(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, 
     mixed = window[:, 0] * weight[:, 0]
     for tap in range(1, window.shape[1]):
         mixed.addcmul_(window[:, tap], weight[:, tap])
-    return mixed
+    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
 
 
 def _windows_of_runs(x: Tensor, past: int, state: Tensor, reads: list[int], writes: list[int]) -> Tensor:

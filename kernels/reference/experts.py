@@ -12,6 +12,8 @@ of `hybrid.kernels.triton.experts` need none.
 import torch
 from torch import Tensor
 
+from hybrid.kernels.reference.elementwise import sigmoid
+
 
 def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """The experts of each row: those of the highest probability, highest first.
@@ -86,3 +88,13 @@ def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     for rank in range(1, weights.shape[1]):
         total.addcmul_(y[places[:, rank]].float(), weights[:, rank : rank + 1])
     return total.to(y.dtype)
+
+
+def add_shared(routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+    """`routed + shared * sigmoid(gate)`: what a shared expert gives is added to what others give.
+
+    Args:
+        routed, shared: `[T, size]`.
+        gate: `[T, 1]`.
+    """
+    return routed + shared * sigmoid(gate)

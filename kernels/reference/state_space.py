@@ -1,5 +1,5 @@
-"""The twins of Mamba-2's layer over state slots, in plain torch: convolution with a bias, the state space rule, and
-what comes before and after it.
+"""The twins of Mamba-2's layer over state slots, in plain torch: the state space rule, and what comes before and after
+it. Its convolution is that of `hybrid.kernels.reference.convolution`.
 
 S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T and y_t = C_t S_t, per head, with a scalar A (Dao and Gu, "Transformers are
 SSMs", 2024). Slots, packed batches, captures and what must stay bitwise are as in `hybrid.kernels.reference`.
@@ -9,32 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels.reference.chunks import above_diagonal, chunk_layout
-from hybrid.kernels.reference.convolution import convolve, convolve_step
+from hybrid.kernels.reference.convolution import causal_conv1d, causal_conv1d_update
+from hybrid.kernels.reference.delta_rule import above_diagonal, chunk_layout
 from hybrid.kernels.reference.elementwise import silu, softplus
 
-
-def biased_causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-) -> Tensor:
-    """`reference.causal_conv1d` with a bias, `[channels]`, before the silu."""
-    mixed = convolve(x, weight, state, cu_seqlens, state_read, state_write, captures)
-    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
-
-
-def biased_causal_conv1d_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_read: Tensor, state_write: Tensor
-) -> Tensor:
-    """One step of `biased_causal_conv1d` per token of `x`, `[T, channels]`; slots as for `gated_delta_step`."""
-    mixed = convolve_step(x, weight, state, state_read, state_write)
-    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
+__all__ = [
+    "add_skip",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_state_space",
+    "grouped_gated_norm",
+    "state_space_step",
+    "time_steps",
+]
 
 
 def chunk_state_space(

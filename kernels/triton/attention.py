@@ -6,11 +6,14 @@ online softmax in fp32. What a row gets therefore depends on its own keys and on
 what else is in the batch, and not on where its prompt is cut. Where the keys are taken in several pieces, each piece
 leaves its output and the logarithm of its weight, and a second kernel merges them; where a piece begins depends on the
 length of the request and on `num_splits` alone.
+
+A tile's shape decides the last bits of what its rows get, so it follows from sizes that a caller can hold fixed, and
+never from a measurement.
 """
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,20 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels.packed_kv import is_packed, row_size
-from hybrid.kernels.triton.common.attention_tiles import (
-    HOPPER_SHARED_MEMORY,
-    MAX_DRAFTS,
-    MAX_SPLITS,
-    MIN_PIECE,
-    choose_splits,
-    choose_tile,
-    packed_tile,
-)
-from hybrid.kernels.triton.common.packed_kv import KINDS, unpack_rows
-from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
-
-MAX_VISIBLE = 64
-"""New tokens of a request that `visible` may tell apart."""
+from hybrid.kernels.triton.packed_kv import KINDS, unpack_rows
+from hybrid.kernels.triton.ragged import find_tile, max_tiles, padded_batch
 
 _MERGE_ELEMENTS = 4096
 """Elements of the pieces that one program of the merge holds at once."""
@@ -46,13 +37,12 @@ def paged_attention(
     scale: float,
     chunk_size: int,
     num_splits: int | None = None,
-    visible: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
     """Attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
 
     Arguments as for the twin in `hybrid.kernels.reference`. No request is without new tokens. The innermost dimension
-    of `query`, `cache` and `visible` is contiguous. `chunk_size` is not needed here.
+    of `query` and `cache` is contiguous. `chunk_size` is not needed here.
 
     `num_splits` also says what a token's bits may depend on:
         1: nothing but its own keys. Any batch takes the tile for prompts, so a piece of one token gives what it gives
@@ -67,7 +57,7 @@ def paged_attention(
     num_tokens, heads, head_dim = query.shape
     page_size, kv_heads = cache.shape[2:4]
     num_requests = len(seq_lens)
-    _check(query, cache, scale, num_splits, visible)
+    _check(query, cache, scale, num_splits)
     output = query.new_empty(query.shape)
     if num_tokens == 0:
         return output
@@ -89,7 +79,6 @@ def paged_attention(
     if splits > 1:
         pieces = query.new_empty((splits, *query.shape), dtype=torch.float32)
         weights = query.new_empty((splits, num_tokens, heads), dtype=torch.float32)
-    tree = (visible.view(torch.uint8), visible.stride(0), visible.shape[1]) if visible is not None else (seq_lens, 0, 0)
     _attention[(kv_heads * splits * tiles,)](  # along the first axis, the only one with room for more than 65535
         query,
         codes,
@@ -97,7 +86,6 @@ def paged_attention(
         block_table,
         cu_seqlens,
         seq_lens,
-        tree[0],
         pieces,
         weights,
         scale * math.log2(math.e),
@@ -109,7 +97,6 @@ def paged_attention(
         *cache.stride()[:2],
         cache.stride(3),
         block_table.stride(0),
-        *tree[1:],
         TOKEN_STRIDE=cache.stride(2),
         HEADS=heads,
         GROUP=group,
@@ -122,7 +109,6 @@ def paged_attention(
         REQUESTS=1 if single else padded_batch(num_requests),
         SINGLE=single,
         SPLIT=splits > 1,
-        TREE=MAX_VISIBLE if visible is not None else 0,
         PACKED=packed,
         LAST=cache.shape[4] // 4 - 1,
         FIRST=first,
@@ -149,7 +135,7 @@ def _shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
-def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None, visible: Tensor | None) -> None:
+def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None) -> None:
     heads, head_dim = query.shape[1:]
     width, kept = (row_size(head_dim), cache.dtype) if is_packed(cache) else (head_dim, query.dtype)
     if cache.shape[4] != width or head_dim > 256 or heads % cache.shape[3] or cache.dtype != kept:
@@ -167,11 +153,6 @@ def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None, v
         raise ValueError(f"scale must be positive, not {scale}")
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be None or from 1 to {MAX_SPLITS}, not {num_splits}")
-    if visible is not None and (visible.shape[1] > MAX_VISIBLE or visible.stride(1) != 1):
-        raise ValueError(
-            f"visible must be [T, N] with N at most {MAX_VISIBLE} and contiguous rows, not {tuple(visible.shape)} "
-            f"with strides {visible.stride()}"
-        )
 
 
 def _merge_pieces(pieces: Tensor, weights: Tensor, output: Tensor) -> None:
@@ -208,9 +189,7 @@ def _place_of(row, first_token, count, kv_head, GROUP: tl.constexpr):
     return (first_token + index).to(tl.int64), kv_head * GROUP + row % GROUP, index < count
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_requests", "num_splits", "table_stride", "visible_stride", "visible_width"]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "num_splits", "table_stride"])
 def _attention(
     query,
     cache,
@@ -218,7 +197,6 @@ def _attention(
     block_table,
     cu_seqlens,
     seq_lens,
-    visible,
     output,
     weights,
     scale,
@@ -231,8 +209,6 @@ def _attention(
     value_offset,
     head_stride,
     table_stride,
-    visible_stride,
-    visible_width,
     TOKEN_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -245,7 +221,6 @@ def _attention(
     REQUESTS: tl.constexpr,
     SINGLE: tl.constexpr,
     SPLIT: tl.constexpr,
-    TREE: tl.constexpr,  # new tokens that `visible` may tell apart; 0: a row sees those up to its own
     FIRST: tl.constexpr,  # keys before this one are not seen
     PACKED: tl.constexpr,  # kind of codes; 0: keys and values are as they are computed with
     LAST: tl.constexpr,  # which of the 4-byte words of a packed row is its scale
@@ -275,9 +250,7 @@ def _attention(
 
     length = tl.load(seq_lens + request).to(tl.int32)
     prefix = length - count
-    first, end = 0, length
-    if TREE == 0:
-        end = tl.minimum(length, prefix + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    first, end = 0, tl.minimum(length, prefix + (tile * ROWS + ROWS - 1) // GROUP + 1)
     if SPLIT:
         piece = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS, MIN_PIECE)
         first = split * piece
@@ -288,12 +261,6 @@ def _attention(
             tl.store(weights + token * HEADS + head, float("-inf"), mask=exists)
             return
 
-    if TREE > 0:
-        n = tl.arange(0, TREE)
-        drawn = exists[:, None] & (n < tl.minimum(count, visible_width))[None, :]
-        edges = tl.load(visible + (token * visible_stride)[:, None] + n[None, :], mask=drawn, other=0)
-        # bit n: whether the row sees the n-th new token
-        bits = tl.sum((edges != 0).to(tl.int64) << n.to(tl.int64)[None, :], 1)
     q = tl.load(
         query + (token * query_token_stride + head * query_head_stride)[:, None] + d[None, :], mask=inside, other=0.0
     )
@@ -326,12 +293,7 @@ def _attention(
         page = _page_of(table, start + KEYS, length, PAGE_SIZE, KEYS)  # in time for the block after this one
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if TREE > 0:
-            new = keys - prefix
-            edge = bits[:, None] >> tl.minimum(tl.maximum(new, 0), TREE - 1).to(tl.int64)[None, :]
-            seen = (new < 0)[None, :] | (((edge & 1) != 0) & (new < TREE)[None, :])
-        else:
-            seen = keys[None, :] <= last[:, None]
+        seen = keys[None, :] <= last[:, None]
         if FIRST > 0:
             seen = seen & (keys >= FIRST)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -371,3 +333,102 @@ def _merge(
     total = tl.sum(weight, 0)
     mixed = tl.sum(piece * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(output + row * HEAD_DIM + d, mixed.to(output.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+MIN_PIECE = 256
+"""Keys below which another piece costs more than it gives; a multiple of every tile's keys."""
+MAX_SPLITS = 128
+MAX_DRAFTS = 8
+"""New tokens per request up to which a batch counts as decoding."""
+HOPPER_SHARED_MEMORY = 232448
+"""Bytes of shared memory that a program may have on an H100 or H200."""
+
+_LONG_PIECE = 2048
+"""Keys above which a piece is worth cutting even where the device is busy: the batch may hold one long request."""
+_LONG_SPLITS = 16
+
+
+class Tile(NamedTuple):
+    """The shape of one program's work.
+
+    Attributes:
+        rows: (token, head) pairs.
+        keys: keys of a block.
+        warps, stages: Triton's `num_warps` and `num_stages`.
+        resident: how many such programs a multiprocessor holds at once.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def choose_tile(
+    num_tokens: int,
+    num_requests: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_splits: int | None,
+    shared_memory: int,
+) -> Tile:
+    """The tile for a batch, from its sizes alone.
+
+    Args:
+        group: query heads per KV head.
+        shared_memory: bytes that a program may have.
+    """
+    decoding = num_splits != 1 and num_tokens <= MAX_DRAFTS * num_requests
+    rows = triton.cdiv(num_tokens, num_requests) * group
+    if decoding and (rows <= 16 or num_splits is not None or num_tokens == num_requests):
+        return _decode_tile(group, head_dim, dtype.itemsize)
+    few = rows <= 64 and num_splits is None
+    return _extend_tile(few, head_dim, dtype.itemsize, shared_memory)
+
+
+def packed_tile(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile where keys and values are packed rows: they are unpacked in registers, which hold fewer of them."""
+    if dtype.itemsize == 4:
+        return tile
+    if tile.rows <= 32:
+        return tile._replace(keys=max(16, tile.keys // 2))
+    return tile if head_dim <= 128 else Tile(64, 16, 8, 2, 1)
+
+
+def _decode_tile(group: int, head_dim: int, size: int) -> Tile:
+    """Few rows: the time goes into reading keys and values, so enough bytes must be on their way at any time."""
+    rows = max(16, triton.next_power_of_2(group))
+    width = head_dim * size
+    if width <= 256:
+        return Tile(rows, 64, 4, 3 if width > 128 else 4, 3)
+    return Tile(rows, 32 if width <= 512 else 16, 4, 3, 3)
+
+
+def _extend_tile(few: bool, head_dim: int, size: int, shared_memory: int) -> Tile:
+    """Many rows: the time goes into the products, so the tile is as large as registers and shared memory allow."""
+    if size == 4:
+        return Tile(32, 32 if head_dim <= 128 else 16, 4, 2, 1)
+    if shared_memory < HOPPER_SHARED_MEMORY:
+        return Tile(128, 32, 8, 3, 1) if head_dim <= 128 else Tile(64, 32, 8, 3 if shared_memory > 102400 else 2, 1)
+    if few:
+        return Tile(64, 32, 4, 2, 2)
+    return Tile(128, 64, 8, 3 if head_dim <= 128 else 2, 1)
+
+
+def choose_splits(programs: int, slots: int, width: int, decoding: bool) -> int:
+    """Pieces that keep a device busy for about two rounds.
+
+    Args:
+        programs: programs without a split.
+        slots: programs that the device holds at once.
+        width: keys that the longest request may have.
+        decoding: whether tokens are few. Then a piece of the longest request is not left very long either: the others
+            may be short. Where they are many, pieces are more to write, and only an idle device is worth it.
+    """
+    if decoding:
+        wanted = max(2 * slots // programs, min(_LONG_SPLITS, width // _LONG_PIECE))
+    else:
+        wanted = 2 * slots // programs if programs < slots else 1
+    return max(1, min(wanted, width // MIN_PIECE, MAX_SPLITS))

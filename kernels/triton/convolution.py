@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
+from hybrid.kernels.triton.ragged import find_tile, max_tiles, padded_batch
 
 TILE = 16
 CHANNELS = 512
@@ -24,11 +24,12 @@ def causal_conv1d(
     state_read: Tensor,
     state_write: Tensor,
     captures: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Arguments as for the twin in `hybrid.kernels.reference`; `state` is written.
 
-    The innermost dimension of `x` and `state` is contiguous. `weight` may have any strides, and is read fastest when it
-    lies in memory as `[width, channels]`.
+    The innermost dimension of `x`, `state` and `bias` is contiguous. `weight` may have any strides, and is read fastest
+    when it lies in memory as `[width, channels]`.
     """
     tokens, channels = x.shape
     width = weight.shape[1]
@@ -38,6 +39,7 @@ def causal_conv1d(
     _convolution_kernel[(triton.cdiv(channels, block) * max_tiles(tokens, requests, TILE),)](
         x,
         weight,
+        weight if bias is None else bias,
         state,
         output,
         cu_seqlens,
@@ -55,6 +57,7 @@ def causal_conv1d(
         ROW_STRIDE=state.stride(1),
         CHANNEL_STRIDE=weight.stride(0),
         TAP_STRIDE=weight.stride(1),
+        HAS_BIAS=bias is not None,
         REQUESTS=padded_batch(requests),
         CAPTURES=padded_batch(captures.shape[0]) if captures.shape[0] else 0,
         ROWS=triton.next_power_of_2(width - 1),
@@ -69,6 +72,7 @@ def causal_conv1d(
 def _convolution_kernel(
     x,
     weight,
+    bias,
     state,
     output,
     cu_seqlens,
@@ -86,6 +90,7 @@ def _convolution_kernel(
     ROW_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     REQUESTS: tl.constexpr,
     CAPTURES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -116,11 +121,15 @@ def _convolution_kernel(
         for tap in tl.static_range(WIDTH):
             scale = tl.load(weight + channel * CHANNEL_STRIDE + tap * TAP_STRIDE, mask=exists, other=0.0)
             scales = scales + (scale.to(tl.float32),)  # noqa: RUF005
+        if HAS_BIAS:
+            offset = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
         target = output + (start + first) * num_channels + channel
         for row in tl.static_range(TILE):
             total = tl.zeros((CHANNELS,), tl.float32)
             for tap in tl.static_range(WIDTH):
                 total = tl.fma(rows[row + tap].to(tl.float32), scales[tap], total)
+            if HAS_BIAS:
+                total += offset
             total = (total / (1 + tl.exp(-total))).to(output.dtype.element_ty)
             tl.store(target + row * num_channels, total, mask=channel < tl.where(row < left, num_channels, 0))
         if tile == 0:

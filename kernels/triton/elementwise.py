@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid.kernels.packed_kv import is_packed
 from hybrid.kernels.reference.elementwise import rotate
-from hybrid.kernels.triton.common.packed_kv import store_packed
+from hybrid.kernels.triton.packed_kv import store_packed
 
 ELEMENTS = 2048
 """Elements of a program where it is free to choose: two 16-byte reads per thread."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.kernels.packed_kv import is_packed
-from hybrid.kernels.triton.common.packed_kv import store_packed
+from hybrid.kernels.triton.packed_kv import store_packed
 
 _COPY_BLOCK = 2048
 """Words that one program of `copy_states` moves: enough loads in flight, and programs enough for one row alone."""

@@ -13,7 +13,7 @@ import torch
 from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, busy_batch, second_turn
 from hybrid.engine import build
-from hybrid.kernels.batch_invariant import multiplies_pairs
+from hybrid.kernels.ops import multiplies_pairs
 from hybrid.models.loading import TINY, Checkpoint, open_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -93,7 +93,7 @@ def test_hits_are_bitwise_cold_runs_in_it(pairs: bool) -> None:
 
 @pytest.mark.parametrize(("features", "expected"), [("+fma,+avx512f,+avx512bf16", True), ("+fma,+avx512f", False)])
 def test_pairs_are_multiplied_where_the_cpu_has_the_instruction(features: str, expected: bool) -> None:
-    program = "from hybrid.kernels.batch_invariant import multiplies_pairs; print(multiplies_pairs())"
+    program = "from hybrid.kernels.ops import multiplies_pairs; print(multiplies_pairs())"
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "HYBRID_KERNELS": "auto"}
     command = [sys.executable, "-W", "ignore", "-c", program]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -14,8 +14,7 @@ from torch import Tensor
 from hybrid.kernels import reference
 from hybrid.kernels.cpu import attention as cpu_attention
 from hybrid.kernels.triton import attention
-from hybrid.kernels.triton.common import attention_tiles
-from hybrid.kernels.triton.common.attention_tiles import HOPPER_SHARED_MEMORY, MIN_PIECE, choose_splits, choose_tile
+from hybrid.kernels.triton.attention import HOPPER_SHARED_MEMORY, MIN_PIECE, choose_splits, choose_tile
 from support.tensors import ints, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,8 +77,8 @@ class Batch:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
         return self.query, self.pages, self.table, self.starts, self.seq_lens, self.scale, 16
 
-    def attend(self, num_splits: int | None = None, visible: Tensor | None = None) -> Tensor:
-        return attention.paged_attention(*self.arguments(), num_splits, visible)
+    def attend(self, num_splits: int | None = None) -> Tensor:
+        return attention.paged_attention(*self.arguments(), num_splits)
 
     def alone(self, row: int, num_splits: int | None, first: int = 0, end: int | None = None) -> Tensor:
         """New tokens `[first, end)` of one request, in a call of their own: as a prompt that is cut there."""
@@ -96,7 +95,7 @@ class Batch:
             num_splits,
         )
 
-    def expected(self, visible: Tensor | None = None) -> Tensor:
+    def expected(self) -> Tensor:
         """The same by scaled_dot_product_attention in fp64, on K and V that lie in one piece."""
         outputs, start = [], 0
         for (cached, new), key, value in zip(self.requests, self.key, self.value, strict=True):
@@ -105,33 +104,16 @@ class Batch:
                 outputs.append(torch.zeros_like(query).double())
                 continue
             mask = torch.ones(new, cached + new, dtype=torch.bool, device=DEVICE).tril(cached)
-            if visible is not None:
-                mask[:, cached:] = visible[start - new : start, :new]
             q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
             outputs.append(mixed.transpose(0, 1))
         return torch.cat(outputs)
 
-    def check(self, got: Tensor, visible: Tensor | None = None) -> None:
+    def check(self, got: Tensor) -> None:
         """That the output is right, and that nothing was written."""
         tolerance = TOLERANCE[self.query.dtype]
         assert got.dtype == self.query.dtype and got.is_contiguous()
-        torch.testing.assert_close(got.double(), self.expected(visible), rtol=tolerance, atol=tolerance)
-
-
-def tree_of(counts: list[int], width: int) -> Tensor:
-    """Random trees of drafts, `[T, width]`: each token sees itself and all above it; beyond its request, anything."""
-    visible = torch.rand(sum(counts), width) < 0.5
-    start = 0
-    for count in counts:
-        visible[start : start + count, :count] = False
-        for token in range(count):
-            if token:
-                parent = int(torch.randint(token, ()))
-                visible[start + token] |= visible[start + parent]
-            visible[start + token, token] = True
-        start += count
-    return visible.to(DEVICE)
+        torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,25 +198,6 @@ def test_keys_in_several_pieces_give_the_same(
     batch.check(batch.attend(num_splits))
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
-@pytest.mark.parametrize("counts", [[1, 2, 8], [19, 1], [1, 1]], ids=["few", "many", "one each"])
-def test_drafts_see_what_their_tree_says(counts: list[int], num_splits: int | None, page_size: int) -> None:
-    batch = Batch(list(zip([0, 70, 300], counts, strict=False)), page_size, 2, 1, dtype=torch.float16)
-    visible = tree_of(counts, max(counts))
-    got = batch.attend(num_splits, visible)
-    batch.check(got, visible)
-    twin = reference.paged_attention(*batch.arguments(), num_splits, visible)
-    torch.testing.assert_close(got, twin, rtol=4e-3, atol=4e-3)
-
-
-def test_a_chain_of_drafts_is_what_causal_attention_gives() -> None:
-    batch = Batch([(40, 5), (17, 3)], heads=2, kv_heads=1)
-    visible = torch.ones(64, 64, dtype=torch.bool).tril().to(DEVICE)
-    visible = torch.cat((visible[:5], visible[:3]))
-    assert same_bits(batch.attend(2, visible), batch.attend(2))
-
-
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(
@@ -273,7 +236,7 @@ def test_tokens_before_the_first_one_are_not_seen(requests: list[tuple[int, int]
     """As where the sequence begins with it: rotations aside, which are done before, keys have no positions."""
     requests = [(cached + 1, new) for cached, new in requests]
     batch = Batch(requests, dtype=torch.float32)
-    arguments = (*batch.arguments(), num_splits, None, 1)
+    arguments = (*batch.arguments(), num_splits, 1)
     for row in range(len(requests)):
         batch.pages[batch.table[row, 0], :, 0] = float("nan")
     shorter = Batch([(cached - 1, new) for cached, new in requests])
@@ -312,12 +275,11 @@ def test_large_scores_do_not_overflow() -> None:
     ("change", "message"),
     [
         (lambda batch: {"num_splits": 0}, "num_splits must be"),
-        (lambda batch: {"num_splits": attention_tiles.MAX_SPLITS + 1}, "num_splits must be"),
+        (lambda batch: {"num_splits": attention.MAX_SPLITS + 1}, "num_splits must be"),
         (lambda batch: {"scale": -1.0}, "scale must be positive"),
         (lambda batch: {"query": batch.query.half()}, "head_dim and dtype must be equal"),
         (lambda batch: {"query": batch.query[:, :3]}, "heads a multiple of kv_heads"),
         (lambda batch: {"query": torch.zeros(1, 16, 4).transpose(1, 2).to(DEVICE)}, "must be contiguous"),
-        (lambda batch: {"visible": torch.ones(1, 65, dtype=torch.bool)}, "N at most 64"),
     ],
 )
 def test_what_it_cannot_take_is_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]

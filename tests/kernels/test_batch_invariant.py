@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels.batch_invariant import linear
+from hybrid.kernels.ops import linear
 from support.tensors import same_bits
 
 SHAPES = [(96, 64), (64, 96), (50, 33), (512, 192), (4, 64), (1, 45), (6, 160), (3, 1), (1, 1)]

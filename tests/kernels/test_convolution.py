@@ -58,10 +58,11 @@ def run(
     writes: Sequence[int],
     captures: Sequence[tuple[int, int, int]] = (),
     kind: torch.dtype = torch.int64,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The kernel, with indices made of lists."""
     where = (starts_of(lengths), ints(reads), ints(writes), rows_of(captures))
-    return causal_conv1d(x, weight, windows, *(index.to(DEVICE, kind) for index in where))
+    return causal_conv1d(x, weight, windows, *(index.to(DEVICE, kind) for index in where), bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,9 +72,10 @@ def test_outputs_and_windows_are_those_of_the_twin(width: int, channels: int, dt
     expected = like(windows)
     x = torch.randn(sum(LENGTHS), channels).to(DEVICE, dtype)
     weight = torch.randn(channels, width).to(DEVICE, dtype)
-    output = run(x, weight, windows, LENGTHS, READS, WRITES, CAPTURES)
+    bias = torch.randn(channels).to(DEVICE, dtype) if width == 3 else None
+    output = run(x, weight, windows, LENGTHS, READS, WRITES, CAPTURES, bias=bias)
     where = (starts_of(LENGTHS), ints(READS), ints(WRITES), rows_of(CAPTURES))
-    truth = reference.causal_conv1d(x, weight, expected, *(index.to(DEVICE) for index in where))
+    truth = reference.causal_conv1d(x, weight, expected, *(index.to(DEVICE) for index in where), bias)
     assert output.dtype == dtype
     torch.testing.assert_close(output, truth, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert same_bits(whole(windows), whole(expected))

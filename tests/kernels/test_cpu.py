@@ -14,13 +14,11 @@ from hybrid.kernels.cpu import (
     attention,
     convolution,
     delta_rule,
-    delta_rule_step,
     elementwise,
     experts,
     matmul,
-    softmax,
 )
-from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
+from hybrid.kernels.cpu.compiled.matmul import MAX_NEAR
 from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
@@ -380,9 +378,9 @@ def test_requests_without_tokens_that_are_seen_give_zeros() -> None:
     cache, table = pages_of([20, 33], 8, 2, 16, torch.float32)
     query = torch.randn(5, 4, 16)
     args = query, cache, table, starts_of([1, 4]), ints([0, 4]), 0.25, 16
-    y = attention.paged_attention(*args, None, None, 2)
+    y = attention.paged_attention(*args, None, 2)
     assert not y[:3].any()
-    torch.testing.assert_close(y[3:], reference.paged_attention(*args, None, None, 2)[3:])
+    torch.testing.assert_close(y[3:], reference.paged_attention(*args, None, 2)[3:])
     assert y[3:].any()
 
 
@@ -492,7 +490,7 @@ def test_a_decode_step_of_a_linear_layer_agrees_with_its_twin_and_is_by_itself(
     layer = Layer(heads, dims, width, dtype)
     tokens, reads, writes = layer.tokens(3), ints([1, 2, 3]), ints([1, 5, 6])
     ours, theirs = layer.pools(), layer.pools()
-    y = delta_rule_step.gated_delta_step(*tokens, *layer.weights, *ours, starts_of([1] * 3), reads, writes)
+    y = delta_rule.gated_delta_step(*tokens, *layer.weights, *ours, starts_of([1] * 3), reads, writes)
     expected = reference.gated_delta_step(*tokens, *layer.weights, *theirs, starts_of([1] * 3), reads, writes)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
@@ -502,7 +500,7 @@ def test_a_decode_step_of_a_linear_layer_agrees_with_its_twin_and_is_by_itself(
         threads(count)
         pools, own = layer.pools(), slice(row, row + 1)
         arguments = (*(part[own] for part in tokens), *layer.weights, *pools, starts_of([1]), reads[own], writes[own])
-        assert same_bits(delta_rule_step.gated_delta_step(*arguments), y[own])
+        assert same_bits(delta_rule.gated_delta_step(*arguments), y[own])
         slot = int(writes[row])
         assert all(same_bits(pool[slot], together[slot]) for pool, together in zip(pools, ours, strict=True))
 
@@ -521,14 +519,14 @@ def test_tokens_that_follow_each_other_are_those_of_single_steps(
 ) -> None:
     layer, count = Layer((2, 4), dims, 4, torch.float32), len(reads)
     tokens, pools, one_by_one = layer.tokens(count), layer.pools(), layer.pools()
-    y = delta_rule_step.gated_delta_step(*tokens, *layer.weights, *pools, starts_of([count]), ints(reads), ints(writes))
+    y = delta_rule.gated_delta_step(*tokens, *layer.weights, *pools, starts_of([count]), ints(reads), ints(writes))
     slot = -1
     for at, (read, write) in enumerate(zip(reads, writes, strict=True)):
         if read == LEFT_OUT:
             continue
         own = tuple(part[at : at + 1] for part in tokens)
         before, slot = read if read >= 0 else slot, write if write >= 0 else 7
-        step = delta_rule_step.gated_delta_step(
+        step = delta_rule.gated_delta_step(
             *own, *layer.weights, *one_by_one, starts_of([1]), ints([before]), ints([slot])
         )
         assert same_bits(step, y[at : at + 1])
@@ -629,32 +627,41 @@ def test_gates_of_the_delta_rule_agree_with_fp64_and_a_token_is_by_itself(
 def test_probabilities_agree_with_fp64_and_a_row_is_by_itself(size: int, threads: Callable[[int], None]) -> None:
     logits = inside(5 * torch.randn(40, size))
     temperature = torch.rand(40, dtype=torch.float64) + 0.3
-    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    values, logs = elementwise.softmax(logits, temperature), elementwise.log_softmax(logits)
     exact = (logits.double() / temperature.unsqueeze(-1)).softmax(-1)
     torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-12)
     torch.testing.assert_close(logs.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=2e-6)
     for number in (1, 2):
         threads(number)
         for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
-            assert same_bits(softmax.softmax(logits[rows], temperature[rows]), values[rows])
-            assert same_bits(softmax.log_softmax(logits[rows]), logs[rows])
+            assert same_bits(elementwise.softmax(logits[rows], temperature[rows]), values[rows])
+            assert same_bits(elementwise.log_softmax(logits[rows]), logs[rows])
 
 
 def test_probabilities_of_what_is_excluded_are_zero_and_what_is_not_finite_spoils_its_row() -> None:
     size, infinity = 37, float("inf")
     logits, temperature = torch.randn(5, size), torch.ones(5).double()
     logits[0, :30], logits[1, 17], logits[2, 36], logits[3] = -infinity, float("nan"), infinity, -infinity
-    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    values, logs = elementwise.softmax(logits, temperature), elementwise.log_softmax(logits)
     assert bool((values[0, :30] == 0).all())
     assert bool((logs[0, :30] == -infinity).all())
     for ours, theirs in ((values, logits.softmax(-1)), (logs, logits.log_softmax(-1))):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
     for tiny in (0.0, 1e-300, 1e-30):
-        values = softmax.softmax(logits[4:], torch.tensor([tiny], dtype=torch.float64))
+        values = elementwise.softmax(logits[4:], torch.tensor([tiny], dtype=torch.float64))
         assert values.tolist() == [[float(i == int(logits[4].argmax())) for i in range(size)]]
 
 
-def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:
-    x, scale = torch.randn(3, 24).half(), torch.rand(24)
-    assert same_bits(elementwise.rms_norm(x, scale, EPS), reference.rms_norm(x, scale, EPS))
-    assert same_bits(elementwise.silu_and_mul(x, x), reference.silu_and_mul(x, x))
+def test_other_types_are_refused() -> None:
+    x, scale = torch.randn(3, 8).half(), torch.ones(8)
+    for call in (
+        lambda: elementwise.rms_norm(x, scale, EPS),
+        lambda: elementwise.silu_and_mul(x, x),
+        lambda: elementwise.silu_and_mul(scale[None], torch.ones(1, 8).bfloat16()),
+        lambda: elementwise.add_rms_norm(x.float(), x[:2].float(), scale, EPS),
+        lambda: matmul.multiply(x, x),
+        lambda: matmul.multiply(x.bfloat16(), x.float()),
+        lambda: experts.route_experts(x.float(), 9, True),
+    ):
+        with pytest.raises(TypeError, match="is compiled for float32 and bfloat16"):
+            call()

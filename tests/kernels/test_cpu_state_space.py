@@ -207,25 +207,25 @@ def test_the_convolution_agrees_with_the_twin_and_is_by_itself(
     lengths, reads, writes, captures = [1, 30, 9], [1, 0, 2], [8, 9, -1], [(1, CHUNK, 10), (2, 1, 11), (-1, 0, 0)]
     where = starts_of(lengths), ints(reads), ints(writes), rows_of(captures)
     threads(1)
-    output = state_space.biased_causal_conv1d(x, weight, bias, windows, *where)
-    truth = twins.biased_causal_conv1d(x, weight, bias, expected, *where)
+    output = state_space.causal_conv1d(x, weight, windows, *where, bias)
+    truth = twins.causal_conv1d(x, weight, expected, *where, bias)
     torch.testing.assert_close(output, truth, rtol=tolerance, atol=tolerance)
     assert same_bits(windows, expected)
     threads(2)
     others = like(before)
-    assert same_bits(state_space.biased_causal_conv1d(x, weight, bias, others, *where), output)
+    assert same_bits(state_space.causal_conv1d(x, weight, others, *where, bias), output)
     alone = starts_of([30]), ints([0]), ints([9]), rows_of([])
-    assert same_bits(state_space.biased_causal_conv1d(x[1:31], weight, bias, others, *alone), output[1:31])
+    assert same_bits(state_space.causal_conv1d(x[1:31], weight, others, *alone, bias), output[1:31])
     reads, writes = [1, 0, *[-1] * 29, 2, *[-1] * 8], [8, *[-1] * 7, 10, *[-1] * 21, 9, 11, *[-1] * 8]
     others = like(before)
-    tokens = state_space.biased_causal_conv1d_update(x, weight, bias, others, ints(reads), ints(writes))
+    tokens = state_space.causal_conv1d_update(x, weight, others, ints(reads), ints(writes), bias)
     assert same_bits(tokens, output)  # one after another they get what the prompt gets
     assert same_bits(others, windows)
     threads(1)
     reads, writes = CHAINS
     own, others, expected = x[: len(reads)], like(before), like(before)
-    tokens = state_space.biased_causal_conv1d_update(own, weight, bias, others, ints(reads), ints(writes))
-    truth = twins.biased_causal_conv1d_update(own, weight, bias, expected, ints(reads), ints(writes))
+    tokens = state_space.causal_conv1d_update(own, weight, others, ints(reads), ints(writes), bias)
+    truth = twins.causal_conv1d_update(own, weight, expected, ints(reads), ints(writes), bias)
     torch.testing.assert_close(tokens, truth, rtol=tolerance, atol=tolerance)
     assert same_bits(others, expected)
 
@@ -283,9 +283,7 @@ def test_skips_and_norms_agree_with_fp64(
     assert same_bits(state_space.add_skip(x.unflatten(-1, (groups, size)), inner, d), total)
 
 
-def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:
+def test_other_types_are_refused() -> None:
     rule, rate, states = rule_of(9, SIZES[0], torch.float16)
-    others, where = like(states), (starts_of([9]), ints([1]), ints([8]), rows_of([]))
-    output = twins.chunk_state_space(*vars_of(rule), rate, others, *where, CHUNK)
-    assert same_bits(scan(rule, rate, states, [9], [1], [8]), output)
-    assert same_bits(states, others)
+    with pytest.raises(TypeError, match="state_space is compiled for float32 and bfloat16"):
+        scan(rule, rate, states, [9], [1], [8])

@@ -189,7 +189,9 @@ def test_the_real_chunk_rule_of_fla_gives_what_the_twin_gives(monkeypatch: pytes
 # Causal-conv1d
 
 
-def naive_convolution(x: Tensor, weight: Tensor, *, initial_states: Tensor, activation: str) -> Tensor:
+def naive_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, initial_states: Tensor, activation: str
+) -> Tensor:
     """What causal-conv1d takes and gives: channels next to each other in memory, strides in eights."""
     batch, channels, _ = x.shape
     width = weight.shape[1]
@@ -202,21 +204,23 @@ def naive_convolution(x: Tensor, weight: Tensor, *, initial_states: Tensor, acti
     assert initial_states.stride(1) == 1
     assert initial_states.dtype == x.dtype
     extended = torch.cat((initial_states, x), dim=2).float()
-    mixed = F.silu(F.conv1d(extended, weight.float()[:, None], groups=channels)).to(x.dtype)
+    offset = None if bias is None else bias.float()
+    mixed = F.silu(F.conv1d(extended, weight.float()[:, None], offset, groups=channels)).to(x.dtype)
     return mixed.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("width", "has_bias"), [(2, True), (4, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_convolution_goes_on_from_its_windows(
-    monkeypatch: pytest.MonkeyPatch, width: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, width: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     put(monkeypatch, external.CAUSAL_CONV1D, naive_convolution)
     x, weight = torch.randn(sum(LENGTHS), 40).to(DEVICE, dtype)[:, :CHANNELS], torch.randn(CHANNELS, width).to(DEVICE)
     ours = pool(width - 1, CHANNELS).to(dtype)
     before, twins = ours.clone(), ours.clone()
-    output = external.external_causal_conv1d(x, weight.to(dtype), ours, *where())
-    expected = reference.causal_conv1d(x, weight.to(dtype), twins, *where())
+    bias = torch.randn(CHANNELS).to(DEVICE, dtype) if has_bias else None
+    output = external.external_causal_conv1d(x, weight.to(dtype), ours, *where(), bias)
+    expected = reference.causal_conv1d(x, weight.to(dtype), twins, *where(), bias)
     bound = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(output, expected, rtol=bound, atol=bound)
     assert output.is_contiguous()

@@ -138,7 +138,8 @@ def test_shift_rows_gives_the_row_before_each_token(size: int, dtype: torch.dtyp
         expected[row] = state[source] if source >= 0 else x[row - 1]
         if target >= 0:
             state[target] = x[row]
-    for module in (reference, cpu_memory, memory):
+    modules = (reference, memory) if x.dtype == torch.float16 else (reference, cpu_memory, memory)
+    for module in modules:
         place = DEVICE if module is memory else "cpu"
         pool = slots.to(place, copy=True)
         own = module.shift_rows(x.to(place), pool[:, 1], *(each.to(place) for each in (starts, reads, writes)))

@@ -11,7 +11,7 @@ from hybrid.kernels import reference
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from hybrid.kernels.reference import paged_attention, store_kv
 from hybrid.kernels.triton import attention, elementwise, memory
-from hybrid.models.layers import copy_keys_and_values
+from hybrid.models.attention import copy_keys_and_values
 from support.tensors import ints, same_bits, starts_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -134,7 +134,7 @@ def test_requests_without_tokens_change_nothing(folder: str) -> None:
         pytest.importorskip("numba")
     torch.manual_seed(0)
     channels, heads = 2 * 2 * 8 + 4 * 12, 4
-    step = import_module(f"hybrid.kernels.{folder}.delta_rule_step").gated_delta_step
+    step = import_module(f"hybrid.kernels.{folder}.delta_rule").gated_delta_step
     shift = import_module(f"hybrid.kernels.{folder}.memory").shift_rows
     rows = torch.randn(5, channels), *torch.randn(2, 5, heads)
     weights = torch.randn(channels, 4), -torch.rand(heads), torch.randn(heads)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid.kernels.triton import convolution, delta_rule_step, elementwise, memory
+from hybrid.kernels.triton import convolution, delta_rule, elementwise, memory
 from support.program_order import ORDERS, Loom
 from support.races import BOUNDS, RACE, UNFENCED
 from support.tensors import ints, rows_of, starts_of
@@ -104,15 +104,15 @@ def copy(module: Any) -> None:
 
 
 BUGS: list[tuple[Any, Callable[[Any], None], str, str, str]] = [
-    (delta_rule_step, step, ARRIVE, ARRIVE.replace("acq_rel", "relaxed"), RACE),
-    (delta_rule_step, step, ARRIVE, ARRIVE.replace("acq_rel", "acquire"), RACE),
-    (delta_rule_step, step, ARRIVE, ARRIVE.replace("acq_rel", "release"), RACE),
-    (delta_rule_step, step, ALL_HAVE_READ, "", RACE),
-    (delta_rule_step, chain, ALL_HAVE_READ, "", RACE),
-    (delta_rule_step, step, ARRIVE, ARRIVE.replace("PROGRAMS - 1", "0"), RACE),
-    (delta_rule_step, step, "    if is_last:\n        row =", "    if kept >= 0:\n        row =", RACE),
-    (delta_rule_step, chain, BEFORE_STORE, "", UNFENCED),
-    (delta_rule_step, chain, AFTER_STORE, "            slot = write\n", UNFENCED),
+    (delta_rule, step, ARRIVE, ARRIVE.replace("acq_rel", "relaxed"), RACE),
+    (delta_rule, step, ARRIVE, ARRIVE.replace("acq_rel", "acquire"), RACE),
+    (delta_rule, step, ARRIVE, ARRIVE.replace("acq_rel", "release"), RACE),
+    (delta_rule, step, ALL_HAVE_READ, "", RACE),
+    (delta_rule, chain, ALL_HAVE_READ, "", RACE),
+    (delta_rule, step, ARRIVE, ARRIVE.replace("PROGRAMS - 1", "0"), RACE),
+    (delta_rule, step, "    if is_last:\n        row =", "    if kept >= 0:\n        row =", RACE),
+    (delta_rule, chain, BEFORE_STORE, "", UNFENCED),
+    (delta_rule, chain, AFTER_STORE, "            slot = write\n", UNFENCED),
     (convolution, convolve, BEFORE_WINDOW, "", UNFENCED),
     (convolution, convolve_tiles, FIRST_TILE, "        if tile >= 0:\n", RACE),
     (
@@ -157,7 +157,7 @@ def test_a_planted_bug_is_found_in_every_order(
 @pytest.mark.parametrize("order", ORDERS)
 def test_nothing_is_found_where_no_bug_is_planted(order: str, watch: Any) -> None:
     with watch.ordered(order):
-        for module, run in ((delta_rule_step, step), (delta_rule_step, chain), (convolution, convolve), (memory, copy)):
+        for module, run in ((delta_rule, step), (delta_rule, chain), (convolution, convolve), (memory, copy)):
             run(module)
             assert watch.take() == []
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.kernels.cpu.capture import CpuCapture
-from hybrid.kernels.cpu.rotary import angles
+from hybrid.kernels.cpu.elementwise import angles
 from support.tensors import same_bits
 
 FREQUENCIES = (1.0 / (1e4 ** (torch.arange(0, 32, 2) / 32))).repeat(2)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.triton import delta_rule_step
+from hybrid.kernels.triton import delta_rule
 from support.tensors import ints, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,7 @@ class Layer:
     ) -> Tensor:
         """The kernel."""
         where = (starts_of(lengths), ints(reads), ints(writes))
-        return delta_rule_step.gated_delta_step(
+        return delta_rule.gated_delta_step(
             *tokens, self.weight, self.rate, self.dt_bias, *pools, *(index.to(DEVICE, kind) for index in where)
         )
 
@@ -242,7 +242,7 @@ def test_bits_do_not_depend_on_how_many_tiles_a_program_has(
     tokens, one_each, all_in_one = layer.tokens(sum(lengths)), layer.copies(), layer.copies()
     reads, writes = ([5, 3], [5, 9]) if len(tokens[0]) == 2 else ([5, -1, 3], [-1, 5, 9])
     output = layer.run(tokens, one_each, lengths, reads, writes)
-    monkeypatch.setattr(delta_rule_step, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(delta_rule, "ENOUGH_PROGRAMS", 1)
     assert same_bits(layer.run(tokens, all_in_one, lengths, reads, writes), output)
     assert all(same_bits(x, y) for x, y in zip(one_each, all_in_one, strict=True))
 
@@ -320,10 +320,10 @@ def test_a_graph_replays_with_other_slots_and_with_rows_that_are_no_requests() -
     gates = (layer.weight, layer.rate, layer.dt_bias)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="must run once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        delta_rule_step.gated_delta_step(*tokens, *gates, *pools, *where)
-    delta_rule_step.gated_delta_step(*tokens, *gates, *pools, *where)
+        delta_rule.gated_delta_step(*tokens, *gates, *pools, *where)
+    delta_rule.gated_delta_step(*tokens, *gates, *pools, *where)
     with torch.cuda.graph(graph):
-        output = delta_rule_step.gated_delta_step(*tokens, *gates, *pools, *where)
+        output = delta_rule.gated_delta_step(*tokens, *gates, *pools, *where)
     for reads, writes in (
         ([1, 2, 3, 0], [1, 9, 10, -1]),
         ([9, 0, 0, 0], [9, -1, -1, -1]),

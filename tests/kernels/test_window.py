@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import StateSteps
-from hybrid.models.windows import decode_windows, window_attention
+from hybrid.models.attention import decode_windows, window_attention
 from support.tensors import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
 
 HEADS, KV_HEADS, DIM, CHUNK, SLOTS, SCALE = 4, 2, 6, 8, 14, 0.3

@@ -17,7 +17,7 @@ from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory, Mover
 from hybrid.memory.tensors import CacheTensors
-from hybrid.models.windows import rings
+from hybrid.models.attention import rings
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.caches import AuditedCache, key_of
 from support.tensors import bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid.kernels import ops
-from hybrid.kernels.batch_invariant import linear
+from hybrid.kernels.ops import linear
 from hybrid.models.moe import Router, SparseMoE
 from support.tensors import same_bits
 
@@ -24,7 +24,7 @@ def test_routing_is_in_fp32_whatever_the_type_of_the_model(normalise: bool) -> N
     x = torch.randn(9, SIZE, generator=generator).to(torch.bfloat16)
     logits = linear(x.float(), weight.float(), None)
     weights, experts = ops.route_experts(logits, TOP, normalise)
-    batch: Any = SimpleNamespace(blocks=None)
+    batch: Any = SimpleNamespace(decode_start=None)
     chosen = router.choose(x, batch)
     assert torch.equal(chosen[1], experts)
     torch.testing.assert_close(chosen[0], weights)
@@ -42,7 +42,7 @@ def test_a_token_meets_the_shared_expert_and_its_own_by_itself(dtype: torch.dtyp
     part, generator = SparseMoE(config, True).to(dtype), torch.Generator().manual_seed(0)
     for parameter in part.parameters():
         parameter.data = (torch.randn(parameter.shape, generator=generator) / SIZE**0.5).to(dtype)
-    batch: Any = SimpleNamespace(blocks=None, prefills=None, adapted=())
+    batch: Any = SimpleNamespace(decode_start=None, prefills=None, adapted=())
     x = torch.randn(50, SIZE, generator=generator).to(dtype)
     y = part(x, batch)
     routed = part.experts(x, *part.gate.choose(x, batch), batch).double()

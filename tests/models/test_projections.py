@@ -101,7 +101,7 @@ def test_a_decode_step_of_32_layers_has_129_products(use_kernels: Callable[[str]
         sample_rows=ints([0]),
         prefills=None,
         decodes=Group(slice(0, 1), ints([0, 1]), ints([1]), ints([[0]]), ints([0]), ints([1]), None),
-        blocks=None,
+        decode_start=None,
     )
     counts = []
     for _ in range(2):

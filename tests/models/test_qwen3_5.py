@@ -1,6 +1,6 @@
 """Our Qwen3.5 against transformers' own, on random checkpoints: prompts in one pass, in parts, token by token, packed.
 
-Pages and state slots are full of NaN until they are written. What is bitwise equal is so with `blocks`, as on a CPU.
+Pages and state slots are full of NaN until they are written. What is bitwise equal is so in deterministic mode.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 import hybrid
 from hybrid.batch import Batch, Group
 from hybrid.hf.torch_functions import use_torch_functions
-from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.memory.tensors import CacheTensors
 from hybrid.models.loading import load_model, open_checkpoint
@@ -80,8 +79,8 @@ class Running:
 class Runner:
     """Runs a model on batches made by hand, over poisoned pools. A step reads one state slot and writes another."""
 
-    def __init__(self, model: Qwen3_5ForCausalLM, page_size: int = 16, blocks: bool = True) -> None:
-        self.model, self.page_size, self.blocks = model, page_size, blocks
+    def __init__(self, model: Qwen3_5ForCausalLM, page_size: int = 16, invariant: bool = True) -> None:
+        self.model, self.page_size, self.invariant = model, page_size, invariant
         spec = model.spec(model.config, model.lm_head.weight.dtype)
         self.tensors = CacheTensors.fixed(spec, page_size, 200, 40, CPU)
         self.tensors.kv.fill_(float("nan"))
@@ -138,7 +137,7 @@ class Runner:
             sample_rows=torch.arange(len(ids)),
             prefills=group(slice(0, num_prompts)),
             decodes=group(slice(num_prompts, len(parts))),
-            blocks=RowBlocks(starts[num_prompts]) if self.blocks else None,
+            decode_start=starts[num_prompts] if self.invariant else None,
         )
         logits = self.model(batch, self.tensors.kv, self.tensors.state)
         for (sequence, count), slot in zip(parts, writes, strict=True):
@@ -172,7 +171,7 @@ def test_logits_are_those_of_transformers_however_the_tokens_come(name: str) -> 
         runner = Runner(ours)
         assert_equal_logits(runner.run(runner.sequence(ids), shares), expected)
     for first in (0, 1, 7):
-        runner = Runner(ours, blocks=False)
+        runner = Runner(ours, invariant=False)
         assert_equal_logits(runner.run(runner.sequence(ids[:10]), [first] if first else []), expected[:10])
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.models import weight_memory
+from hybrid.models import weights
 from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.weight_memory import ALIGNMENT, huge_pages
+from hybrid.models.weights import ALIGNMENT, huge_pages
 from support.checkpoints import random_model, text_config, write_checkpoint
 from support.tensors import CPU, same_bits
 
 HUGE = 2**21
-PAGE = weight_memory.mmap.PAGESIZE
-FEW, MANY = weight_memory.MIN_PAGES - 1, weight_memory.MIN_PAGES + 2
+PAGE = weights.mmap.PAGESIZE
+FEW, MANY = weights.MIN_PAGES - 1, weights.MIN_PAGES + 2
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what a system says that has MANY + 1 huge pages free, two of them in one block."""
     orders = (HUGE // PAGE).bit_length()
     counts = [10**6] * (orders - 1) + [MANY - 1, 1]
-    monkeypatch.setattr(weight_memory, "SIZE", tmp_path / "size")
-    monkeypatch.setattr(weight_memory, "FREE", tmp_path / "free")
+    monkeypatch.setattr(weights, "HUGE_PAGE_SIZE", tmp_path / "size")
+    monkeypatch.setattr(weights, "FREE_BLOCKS", tmp_path / "free")
     (tmp_path / "size").write_text(f"{HUGE}\n")
     lines = [f"Node 0, zone {name} {' '.join(map(str, own))}\n" for name, own in (("DMA", [9, 0]), ("Normal", counts))]
     (tmp_path / "free").write_text("".join(lines))
@@ -60,7 +60,7 @@ def test_all_parameters_are_in_one_memory_and_are_the_same(
         return given[-1]
 
     expected = load_model(open_checkpoint(path), torch.float32, CPU, 64, quantize=quantize).state_dict()
-    monkeypatch.setattr(weight_memory, "huge_pages", memory)
+    monkeypatch.setattr(weights, "huge_pages", memory)
     found = load_model(open_checkpoint(path), torch.float32, CPU, 64, quantize=quantize).state_dict()
     (block,) = given
     places = set()

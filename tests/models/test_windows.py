@@ -15,9 +15,9 @@ from hybrid import CacheConfig, Engine, EngineConfig, Key, SpeculationConfig, Un
 from hybrid.batch import StateSteps
 from hybrid.cache.lease import Lease
 from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.models.attention import decode_windows
 from hybrid.models.gemma3 import Gemma3ForCausalLM
 from hybrid.models.loading import open_checkpoint
-from hybrid.models.windows import decode_windows
 from support.checkpoints import edit_config
 from support.engines import answer, assert_nothing_held, greedy, ids, run_to_end
 from support.tensors import same_bits

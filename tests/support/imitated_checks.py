@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, branch, busy_batch, second_turn
-from hybrid.kernels.batch_invariant import linear
-from hybrid.kernels.triton.common.interpreter import fixed_order_matmul
+from hybrid.kernels.ops import linear
+from hybrid.kernels.triton.interpreter import fixed_order_matmul
 from support.imitated import numbers, weights
 
 CHUNK = 16

@@ -59,8 +59,7 @@ def tiny_model(family: str) -> Any:
     """A model of few layers, in bfloat16, whose sizes are multiples of 16, as those of all checkpoints are."""
     from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-    from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
-    from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
+    from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
     common = {
         "layer_types": ["linear_attention", "full_attention"],

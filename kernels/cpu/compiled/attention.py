@@ -24,8 +24,8 @@ from hybrid.kernels.cpu.compiled.vectors import (
     put,
     release,
 )
-from hybrid.kernels.cpu.sizes import BLOCK, TOKENS, UNPACKED
-from hybrid.kernels.cpu.target import LANES
+from hybrid.kernels.cpu.kinds import UNPACKED
+from hybrid.kernels.cpu.target import BLOCK, LANES, TOKENS
 
 _LOWEST = np.float32(-np.inf)
 

@@ -34,8 +34,10 @@ log: logging.Logger = logging.getLogger(__name__)
 compiled_inline: Callable[..., Any] = njit(nogil=True, error_model="numpy")
 """Compile as a part of the functions that call it. Others are compiled by themselves, where their name is asked for."""
 
-SOURCES = Path(__file__).parents[1]
-"""The host side of compiled operations; the folders beside and below it hold what they are made of."""
+FOLDER = Path(__file__).parent
+
+SOURCES = (*sorted(FOLDER.glob("*.py")), *(FOLDER.parent / f"{name}.py" for name in ("kinds", "target", "team")))
+"""What compiled functions are made of: these modules, and constants of the host side."""
 
 
 def type_of(kind: Kind) -> Any:
@@ -119,11 +121,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @lru_cache
 def sources() -> str:
-    """A digest of what compiled functions are made of: constants of their modules come from the folders above."""
+    """A digest of what compiled functions are made of."""
     found = blake2b(digest_size=16)
-    for folder in (SOURCES / "compiled", SOURCES, SOURCES.parent):
-        for path in sorted(folder.glob("*.py")):
-            found.update(path.read_bytes())
+    for path in SOURCES:
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 

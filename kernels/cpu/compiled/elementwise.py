@@ -1,4 +1,5 @@
-"""The operations that take each row by itself: norms, gates, and what comes between projection and attention.
+"""The operations that take each row by itself: norms, gates, what comes between projection and attention, rotary
+angles, and probabilities of rows of logits.
 
 Results are rounded once, from fp32. What an element becomes depends on its row alone; rows are shared among threads.
 """
@@ -9,13 +10,14 @@ import numpy as np
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.packed_kv import pack
-from hybrid.kernels.cpu.compiled.tiles import dot
+from hybrid.kernels.cpu.compiled.tiles import dot, row_max, row_sum
 from hybrid.kernels.cpu.compiled.vectors import (
     INDEX,
     ZERO,
     allocate,
     as_float,
     at,
+    exp,
     fma,
     get,
     numbers,
@@ -23,7 +25,8 @@ from hybrid.kernels.cpu.compiled.vectors import (
     release,
     sigmoid,
 )
-from hybrid.kernels.cpu.sizes import UNPACKED
+from hybrid.kernels.cpu.kinds import UNPACKED
+from hybrid.kernels.cpu.target import LANES
 
 _ONE = np.float32(1)
 _CUBE, _TWICE = np.float32(0.044715), np.float32(2 * math.sqrt(2 / math.pi))
@@ -172,3 +175,107 @@ def norm_rotate_store(args, kind, first, last):
             for i in range(size):
                 place[of_kind + i] = source[i]
     release(memory)
+
+
+# Rotary angles
+
+_QUARTERS, _ROUND = 2 / np.pi, 1.5 * 2.0**52
+_QUARTER_HIGH = 1.5707963267341256
+"""A quarter turn in 33 bits: its multiples are exact."""
+
+_QUARTER_LOW = 6.077100506506192e-11
+_S3, _S5, _S7, _S9, _S11 = -1 / 6, 1 / 120, -1 / 5040, 1 / 362880, -1 / 39916800
+_C2, _C4, _C6, _C8, _C10, _C12 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600
+
+
+@compiled_inline
+def _cos_and_sin(angle):
+    """Of an fp64 angle up to a million quarter turns, to a billionth: Taylor series of what is left of the nearest
+    quarter turn. Products and sums are rounded one by one, so that all CPUs compute the same."""
+    turns = (angle * _QUARTERS + _ROUND) - _ROUND
+    rest = (angle - turns * _QUARTER_HIGH) - turns * _QUARTER_LOW
+    square = rest * rest
+    sin = rest + rest * square * (_S3 + square * (_S5 + square * (_S7 + square * (_S9 + square * _S11))))
+    cos = 1.0 + square * (_C2 + square * (_C4 + square * (_C6 + square * (_C8 + square * (_C10 + square * _C12)))))
+    quarter = np.int64(turns) & 3
+    if quarter & 1:
+        cos, sin = sin, cos
+    return -cos if quarter == 1 or quarter == 2 else cos, -sin if quarter >= 2 else sin
+
+
+def rotary(args, kind, first, last):
+    """Tokens `[first, last)`."""
+    a = numbers(args, INDEX)
+    positions, frequencies = numbers(a[0], INDEX), numbers(a[1], ZERO)
+    cosines, sines = numbers(a[2], kind), numbers(a[3], kind)
+    of_token, of_frequency, size, scale = a[4], a[5], a[6], as_float(np.int32(a[7]))
+    for token in range(first, last):
+        own = at(positions, token * of_token)
+        for i in range(size):
+            angle = np.float32(own[i * of_frequency]) * get(frequencies, i)
+            cos, sin = _cos_and_sin(np.float64(angle))
+            put(cosines, token * size + i, np.float32(cos) * scale)
+            put(sines, token * size + i, np.float32(sin) * scale)
+
+
+# Probabilities: a row is added up in blocks, in fp32 as everywhere, and the blocks one after another in fp64
+
+_BLOCK = 64 * LANES
+
+_LOWEST, _TINY = np.float32(-87.0), np.float32(1.1754944e-38)
+
+
+@compiled_inline
+def _exp(x):
+    """e to the power of x, at most 0; 0 where that would be no normal number."""
+    return ZERO if x < _LOWEST else exp(x)
+
+
+@compiled_inline
+def _most(x, size):
+    whole = size // LANES * LANES
+    most = row_max(x, whole) if whole else get(x, 0)
+    for i in range(whole, size):
+        most = max(most, get(x, i))
+    return most
+
+
+@compiled_inline
+def _total(x, size, total):
+    """The sum of a row and of what comes before it."""
+    for start in range(0, size // LANES * LANES, _BLOCK):
+        total += np.float64(row_sum(at(x, start), min(_BLOCK, size // LANES * LANES - start)))
+    for i in range(size // LANES * LANES, size):
+        total += np.float64(get(x, i))
+    return total
+
+
+def softmax(args, kind, first, last):
+    a = numbers(args, INDEX)
+    logits, temperatures, y = numbers(a[0], kind), numbers(a[1], np.float64(0)), numbers(a[2], kind)
+    of_row, size = a[3], a[4]
+    for row in range(first, last):
+        x, out = at(logits, row * of_row), at(y, row * size)
+        most, temperature = _most(x, size), np.float32(temperatures[row])
+        temperature = _TINY if temperature < _TINY else temperature  # a smaller number would be 0 here
+        for i in range(size):
+            put(out, i, _exp((get(x, i) - most) / temperature))
+        total = np.float32(_total(out, size, np.float64(0)))
+        for i in range(size):
+            put(out, i, get(out, i) / total)
+
+
+def log_softmax(args, kind, first, last):
+    a = numbers(args, INDEX)
+    logits, y, of_row, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3]
+    for row in range(first, last):
+        x, out = at(logits, row * of_row), at(y, row * size)
+        most, total = _most(x, size), np.float64(0)
+        for start in range(0, size, _BLOCK):  # all in the place of the first block, which stays in the first cache
+            count = min(_BLOCK, size - start)
+            for i in range(count):
+                put(out, i, _exp(get(x, start + i) - most))
+            total = _total(out, count, total)
+        log_total = np.float32(math.log(total))
+        for i in range(size):
+            put(out, i, (get(x, i) - most) - log_total)

@@ -48,11 +48,12 @@ def copy(args, kind, first, last):
 
 
 def widen(args, kind, first, last):
-    """Elements `[first, last)`."""
+    """Rows `[first, last)` as fp32."""
     a = numbers(args, INDEX)
-    x, output = numbers(a[0], kind), numbers(a[1], ZERO)
-    for i in range(first, last):
-        put(output, i, get(x, i))
+    x, output, stride, size = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3]
+    for row in range(first, last):
+        for i in range(size):
+            put(output, row * size + i, get(x, row * stride + i))
 
 
 def fill(args, kind, first, last):

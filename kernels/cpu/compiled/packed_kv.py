@@ -7,8 +7,7 @@ import numpy as np
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.vectors import ZERO, as_float, as_int, get, numbers, put
-from hybrid.kernels.cpu.sizes import FP8, INT8
-from hybrid.kernels.packed_row import FP8_MAX, SCALE_BYTES
+from hybrid.kernels.cpu.kinds import FP8, FP8_MAX, INT8, SCALE_BYTES
 
 _BYTE = np.int8(0)
 _TINY, _NAN = np.float32(2.0**-126), np.float32(np.nan)

@@ -35,6 +35,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     release,
     repeated,
     sigmoid,
+    softplus,
     store_lanes,
 )
 from hybrid.kernels.cpu.kinds import LEFT_OUT
@@ -46,7 +47,7 @@ _TOGETHER = 4
 _VECTORS = 4 if HAS_WIDE_REGISTERS else 2
 """Vectors of a state's columns that one sweep over its rows changes."""
 
-_ONE, _TWENTY = np.float32(1), np.float32(20)
+_ONE = np.float32(1)
 
 
 @compiled_inline
@@ -268,8 +269,7 @@ def time_steps(args, kind, first, last):
     stride, size, low, high = a[3], a[4], as_float(np.int32(a[5])), as_float(np.int32(a[6]))
     for row in range(first, last):
         for i in range(size):
-            x = get(dt, row * stride + i) + get(bias, i)
-            soft = x if x > _TWENTY else np.float32(math.log1p(math.exp(np.float64(x))))
+            soft = softplus(get(dt, row * stride + i) + get(bias, i))
             soft = low if soft < low else soft
             put(y, row * size + i, high if soft > high else soft)
 

@@ -33,8 +33,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     size_of,
     store_lanes,
 )
-from hybrid.kernels.cpu.sizes import COLUMNS
-from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
+from hybrid.kernels.cpu.target import COLUMNS, HAS_WIDE_REGISTERS, LANES
 
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""

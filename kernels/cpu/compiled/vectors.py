@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
-from hybrid.kernels.cpu.target import HAS_PAIRS, LANES
+from hybrid.kernels.cpu.target import HAS_PAIRS, HAS_WIDE_REGISTERS, LANES
 
 _FLOAT, _HALF = ir.FloatType(), ir.IntType(16)
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -33,11 +33,19 @@ ZERO = np.float32(0)
 INDEX = np.int64(0)
 
 
+def _prefer_wide(builder: Any) -> None:
+    """Let LLVM use whole registers for the loops of a function: on some CPUs it prefers half of their width, which
+    suits programs that have few such loops."""
+    if HAS_WIDE_REGISTERS:
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite has no list of such attributes
+
+
 @intrinsic
 def numbers(context, address, kind):
     """A pointer to numbers of a kind at an address."""
 
     def generate(context, builder, signature, args):
+        _prefer_wide(builder)
         return builder.inttoptr(args[0], args[1].type.as_pointer())
 
     return types.CPointer(kind)(types.int64, kind), generate
@@ -127,6 +135,7 @@ def at(context, pointer, index):
     """A pointer to element `index`."""
 
     def generate(context, builder, signature, args):
+        _prefer_wide(builder)
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
@@ -137,6 +146,7 @@ def get(context, pointer, index):
     """Element `index` as fp32."""
 
     def generate(context, builder, signature, args):
+        _prefer_wide(builder)
         return _widened(builder, builder.load(builder.gep(args[0], [args[1]])))
 
     return types.float32(pointer, types.int64), generate
@@ -147,6 +157,7 @@ def put(context, pointer, index, value):
     """Write element `index`, rounded to the type in memory."""
 
     def generate(context, builder, signature, args):
+        _prefer_wide(builder)
         target, index, value = args
         builder.store(narrowed(builder, value, target.type.pointee), builder.gep(target, [index]))
         return context.get_dummy_value()
@@ -215,6 +226,31 @@ def exp(x):
 def sigmoid(x):
     """The logistic function in fp32."""
     return _C0 / (_C0 + exp(-x))
+
+
+_TWO = np.float32(2)
+_S3, _S5, _S7, _S9 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7), np.float32(1 / 9)
+_S11, _S13, _S15 = np.float32(1 / 11), np.float32(1 / 13), np.float32(1 / 15)
+
+
+@compiled_inline
+def softplus(x):
+    """log(1 + exp(x)) in fp32, to a few units in the last place; of NaN NaN.
+
+    It is max(x, 0) + log(1 + e) with e = exp(-abs(x)), and log(1 + e) = 2 artanh(s) with s = e / (2 + e), which is at
+    most 1/3: the first eight terms of the series are enough.
+    """
+    e = exp(-abs(x))
+    s = e / (_TWO + e)
+    square = s * s
+    y = fma(_S15, square, _S13)
+    y = fma(y, square, _S11)
+    y = fma(y, square, _S9)
+    y = fma(y, square, _S7)
+    y = fma(y, square, _S5)
+    y = fma(y, square, _S3)
+    y = fma(y, square, _C0)
+    return fma(_TWO * s, y, x if x > ZERO else ZERO)
 
 
 # Vectors of LANES numbers

@@ -1,0 +1,209 @@
+"""Attention as the model families share it: full attention, whose keys and values are in pages, and sliding windows,
+whose keys and values are part of a sequence's state.
+
+The keys and values of the last `window` tokens are a ring in the sequence's state slot
+(`hybrid.kernels.reference.attention`), so that tokens before the window exist nowhere, and a checkpoint is all that a
+hit needs. docs/windows.md has the reasons.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.packed_kv import is_packed
+from hybrid.kernels.reference import attention as twins
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, decode_linear, rotate
+from hybrid.spec import StateTensor
+
+WINDOW = "window"
+"""Name of the rings of all window layers among the tensors of a state."""
+
+
+class Heads(nn.Module):
+    """What every kind of attention consists of: projections, and a norm of queries and keys per head.
+
+    Args:
+        layer: its place in a page.
+        head_dim: size of a head.
+        query_parts: what the projection of queries gives for each head, in sizes of a head.
+        first: tokens of a sequence before this one are not seen.
+
+    Attributes:
+        scale: of the products of queries and keys.
+    """
+
+    def __init__(self, config: Any, layer: int, head_dim: int, query_parts: int = 1, first: int = 0) -> None:
+        super().__init__()
+        self.layer = layer
+        self.first: int = first
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = head_dim
+        self.scale: float = head_dim**-0.5
+        size, bias = config.hidden_size, bool(config.attention_bias)
+        self.q_proj: Linear = Linear(size, query_parts * self.heads * head_dim, bias)
+        self.k_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
+        self.v_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
+        self.o_proj: Linear = Linear(self.heads * head_dim, size, bias)
+        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
+        self.add_norms(config)
+
+    def add_norms(self, config: Any) -> None:
+        """Make the norms of queries and keys."""
+        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def of_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Keys or values `[T, kv_heads * head_dim]` as `[T, kv_heads, head_dim]`."""
+        return tuple(part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in parts)
+
+
+class Attention(Heads):
+    """A full-attention layer; keys and values are in pages."""
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
+        q, k, v = self.inputs(x, batch)
+        q = self.store(q.unflatten(-1, (self.heads, -1)), k, v, batch, rotary, kv)
+        return self.o_proj(self.attend(q, batch, kv, chunk_size).flatten(1), batch)
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+        """Write keys and values to the slots of the batch.
+
+        Args:
+            q: `[T, heads, head_dim]`.
+            k, v: `[T, kv_heads * head_dim]`.
+
+        Returns:
+            The queries, normalised and rotated.
+        """
+        norms = (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
+        pages, heads = kv[:, self.layer], self.of_heads(k, v)
+        q = kernels.norm_rotate_store(q, *heads, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
+        return q
+
+    def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
+        """Attention of queries, `[T, heads, head_dim]`. Prompts and decoded tokens have different kernels on a GPU: a
+        tile of queries, or splits of the keys in parallel."""
+        pages, parts = kv[:, self.layer], []
+        for part in batch.groups:
+            places = (part.block_table, part.cu_seqlens, part.seq_lens, self.scale, chunk_size, part.num_splits)
+            parts.append(kernels.paged_attention(q[part.rows], pages, *places, self.first))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class WindowAttention(Heads):
+    """A layer with a sliding window; the keys and values in it are in state slots."""
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        q, k, v = self.inputs(x, batch)
+        q, (k, v) = q.unflatten(-1, (self.heads, -1)), self.of_heads(k, v)
+        q, k = (rotate(norm(each), rotary.cos, rotary.sin) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            new = (q[prompts.rows], k[prompts.rows], v[prompts.rows])
+            tokens = (prompts.cu_seqlens, prompts.seq_lens)
+            slots = (prompts.state_read, prompts.state_write, batch.checkpoints)
+            parts.append(window_attention(*new, self._rings(state), *tokens, *slots, self.scale, chunk_size))
+        if (decodes := batch.decodes) is not None:
+            rows = decodes.rows
+            inputs = (q[rows], k[rows], v[rows], batch.positions[rows])
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(y.flatten(1), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
+        q, k, v, positions = inputs
+        return decode_windows(q, k, v, positions, self._rings(state), steps, self.scale)
+
+    def _rings(self, state: dict[str, Tensor]) -> Tensor:
+        return state[WINDOW][:, self.layer]
+
+
+def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
+    """Copy keys and values of one layer from slots to others.
+
+    Args:
+        pages: `[num_pages, 2, page_size, kv_heads, head_dim]`; written.
+        copies: `Batch.copies`.
+    """
+    if copies is None:
+        return
+    if is_packed(pages):
+        pages = pages.view(torch.uint8)  # rows are copied as they are
+    (source, target), page_size = copies, pages.shape[2]
+    kept = pages[source // page_size, :, source % page_size]
+    kernels.store_kv(kept[:, 0], kept[:, 1], pages, target)
+
+
+def rings(layers: int, window: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> StateTensor:
+    """The rings of a model: one for each of its window layers."""
+    return StateTensor(WINDOW, (layers, 2, window, kv_heads, head_dim), dtype)
+
+
+def window_attention(query: Tensor, *rest: Any) -> Tensor:
+    """`reference.attention.window_attention`: that of prompts."""
+    compiled: Any = kernels.compiled_for("attention", query)
+    y: Tensor = (compiled or twins).window_attention(query, *rest)
+    return y
+
+
+def decode_windows(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, rings: Tensor, steps: StateSteps, scale: float
+) -> Tensor:
+    """Attention of decoded tokens, each over the last `window` tokens up to itself.
+
+    A ring is a page of `window` tokens: attention over pages takes its places from the first to the last, those of the
+    tokens that there are. A token gets the same bits as a draft and alone.
+
+    Args:
+        query: `[N, heads, head_dim]`.
+        key, value: `[N, kv_heads, head_dim]`.
+        positions: `[N]`.
+        rings: one layer's rings, `[slots, 2, window, kv_heads, head_dim]`; written.
+        steps: where the rings of tokens are read and written. A token that is no draft and whose ring is not kept is
+            none that was asked for, and its output is anything.
+
+    Returns:
+        `[N, heads, head_dim]`.
+    """
+    window, count = rings.shape[2], len(positions)
+    places = positions % window
+    if len(steps.read) == len(steps.starts) - 1:  # the usual case: every token is alone
+        pages, table = rings, steps.write.clamp(min=0)
+        moved = ((steps.read != steps.write) & (steps.write >= 0)).nonzero().squeeze(1)
+        if len(moved):
+            rings[steps.write[moved]] = rings[steps.read[moved]]
+        kernels.store_kv(key, value, rings, steps.write * window + places)  # negative where the ring is not kept
+    else:
+        pages, table = _one_by_one(key, value, places, rings, steps), torch.arange(count, device=query.device)
+    starts = torch.arange(count + 1, device=query.device)
+    lengths = (positions + 1).clamp(max=window)
+    # one piece of the keys, whatever the batch: a window is short
+    y: Tensor = kernels.paged_attention(query, pages, table.unsqueeze(1), starts, lengths, scale, 1, 1)
+    return y
+
+
+def _one_by_one(key: Tensor, value: Tensor, places: Tensor, rings: Tensor, steps: StateSteps) -> Tensor:
+    """The rings after each of several tokens of a sequence, `[N, 2, window, kv_heads, head_dim]`, most of which are not
+    kept. A slot that is read may be one that a token before wrote."""
+    each = rings.new_empty((len(places), *rings.shape[1:]))
+    written: dict[int, int] = {}
+    places_, reads, writes = places.tolist(), steps.read.tolist(), steps.write.tolist()
+    for token, (place, read, write) in enumerate(zip(places_, reads, writes, strict=True)):
+        if read < 0:
+            each[token] = each[token - 1]
+        else:
+            each[token] = each[written[read]] if read in written else rings[read]
+        each[token, 0, place], each[token, 1, place] = key[token], value[token]
+        if write >= 0:
+            written[write] = token
+    for slot, token in written.items():
+        rings[slot] = each[token]
+    return each
