@@ -1,4 +1,4 @@
-"""The audit: every invariant of tree, memory, leases and pins, in code, with its reason."""
+"""The audit: every invariant of tree, memory, leases and pins, in code, with its reason. The tree checks itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pins
 from hybrid.cache.tiers import Tiers
 from hybrid.errors import AuditError
-from hybrid.key import TOKEN_BYTES
 from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node, StateLock
@@ -34,7 +33,7 @@ def audit(
         AuditError: with every violation found, one a line.
     """
     wrong = [
-        *_tree(tree),
+        *tree.check(),
         *_locks(tree, leases, pins),
         *_pages(tree, memory, leases),
         *_states(tree, memory, leases),
@@ -46,62 +45,8 @@ def audit(
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))
 
 
-def _tree(tree: Tree) -> list[str]:
-    wrong = []
-    pages = checkpoints = 0
-    for namespace, node in tree.nodes():
-        wrong += [f"{_name(namespace, node)}: {line}" for line in _node(tree, node)]
-        pages += len(node.pages)
-        checkpoints += node.slot is not None
-    if pages != tree.num_pages:
-        wrong.append(f"the tree counts {tree.num_pages} pages and has {pages}")
-    if checkpoints != tree.num_checkpoints:
-        wrong.append(f"the tree counts {tree.num_checkpoints} checkpoints and has {checkpoints}")
-    if not tree.candidates.are_whole():
-        wrong.append("a candidate for eviction is not where its queue looks for it")
-    return wrong
-
-
 def _name(namespace: str, node: Node) -> str:
     return f"node of {namespace!r} ending at {node.end}"
-
-
-def _node(tree: Tree, node: Node) -> list[str]:
-    parent, page_bytes = node.parent, tree.page_size * TOKEN_BYTES
-    if parent is None:
-        return ["reachable, but has no parent"]
-    wrong = []
-    if len(node.edge) != len(node.pages) * page_bytes or not node.pages:
-        wrong.append(f"an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
-    if parent.children.get(node.edge[:page_bytes]) is not node:
-        wrong.append("its parent does not find it by its first page")
-    if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
-        wrong.append("does not end where its edge ends")
-    wrong += _run(node, parent)
-    if node.slot is not None and node.end % tree.grid:
-        wrong.append(f"a checkpoint off the grid of {tree.grid}")
-    if tree.overlooks(node):
-        wrong.append("may be evicted, and is not a candidate")
-    return wrong
-
-
-def _run(node: Node, parent: Node) -> list[str]:
-    """A run holds consecutive nodes, and nothing after its last one; a cut that nothing needs does not stay."""
-    run, wrong = node.run, []
-    if node not in run.nodes:
-        return ["is not a node of its run"]
-    position = run.nodes.index(node)
-    if (run.nodes[position - 1] is not parent) if position else (run.start != parent.end or node.start != run.start):
-        wrong.append("its run does not continue its parent")
-    if run.nodes[-1] is node:
-        num_tokens = node.end - run.start
-        if len(run.ids) != num_tokens * TOKEN_BYTES or len(run.pages) * run.page_size != num_tokens:
-            wrong.append(f"its run ends after it, with {len(run.pages)} pages")
-        if [other for other in run.nodes if other.slot is not None] != run.stored:
-            wrong.append("its run does not list the checkpoints of its nodes")
-    if len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint:
-        wrong.append("a tombstone with one child that no lock and no lost checkpoint keeps apart")
-    return wrong
 
 
 def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
@@ -118,36 +63,15 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
             wrong.append(f"{name}: {node.page_locks} page locks are not those of the leases and pins")
         if node.state_locks != state_locks.pop(id(node), 0):
             wrong.append(f"{name}: {node.state_locks} state locks are not those of the leases and pins")
-        if not 0 <= node.state_locks <= node.page_locks:
-            wrong.append(f"{name}: {node.state_locks} state locks exceed {node.page_locks} page locks")
         if node.state_locks and node.slot is None:
             wrong.append(f"{name}: a state lock on a tombstone")
     if +page_locks or +state_locks:
         wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
-    held = _held_pages(tree)
-    if held != tree.locks.num_pages:
-        wrong.append(f"the tree counts {tree.locks.num_pages} locked pages and has {held}")
-    elif not tree.locks.is_right(node for _, node in tree.nodes()):
-        wrong.append("the nodes that are counted as locked, or as above a lock, are others")
-    checkpoints = sum(node.state_locks > 0 for _, node in tree.nodes())
-    if checkpoints != tree.locks.num_checkpoints:
-        wrong.append(f"the tree counts {tree.locks.num_checkpoints} locked checkpoints and has {checkpoints}")
     for pin, lock in pins.locks.items():
         pinned = lock.node
         if pinned is None or pinned.end != pin.num_tokens:
             wrong.append(f"a pin of {pin.num_tokens} tokens does not lock the checkpoint there")
     return wrong
-
-
-def _held_pages(tree: Tree) -> int:
-    """Pages of the nodes that are locked, and of all nodes above them."""
-    held: dict[Node, None] = {}
-    for _, node in tree.nodes():
-        above: Node | None = node if node.page_locks else None
-        while above is not None and above not in held:
-            held[above] = None
-            above = above.parent
-    return sum(node.num_pages for node in held)
 
 
 def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:

@@ -387,13 +387,9 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         Raises:
             AssertionError: they differ, or something would never be evicted.
         """
-        nodes = [node for _, node in self.tree.nodes()]
         assert not ongoing_write_through and not ongoing_load_back
-        assert self.tree.num_pages == sum(node.num_pages for node in nodes)
-        assert self.tree.num_checkpoints == sum(node.slot is not None for node in nodes)
-        assert self.tree.locks.num_checkpoints == sum(node.slot is not None and node.state_locks > 0 for node in nodes)
-        assert all(node.page_locks >= node.state_locks for node in nodes)
-        assert not any(self.tree.overlooks(node) for node in nodes)
+        wrong = self.tree.check()
+        assert not wrong, "\n".join(wrong)
         indices, slots = self.all_values_flatten(), self.all_mamba_values_flatten()
         assert len(indices.unique()) == len(indices) == self.total_size()[0], "an index is in the tree twice"
         assert len(slots.unique()) == len(slots), "a state is in the tree twice"

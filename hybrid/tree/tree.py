@@ -4,7 +4,7 @@ One tree tracks two resources that live and die separately. A node owns the page
 *checkpoint*: the slot of the state after exactly the tokens from the root to the node's end. A node without one is a
 *tombstone*.
 
-Invariants (`hybrid.cache.audit` states them in code):
+Invariants (`Tree.check` states them in code):
 
 * Edges are whole pages; `0 < len(edge)`; a child is found by the bytes of the first page of its edge.
 * Only leaves are evicted. A lock on a node's pages therefore protects every page above it too, and is only a count.
@@ -134,9 +134,71 @@ class Tree:
         """Every node except the roots, parents first, with its namespace."""
         return self.forest.nodes()
 
-    def overlooks(self, node: Node) -> bool:
-        """Whether something of a node may be evicted and never would be: for the audit."""
-        return self.candidates.overlooks(node)
+    def check(self) -> list[str]:
+        """Every invariant that does not hold, one a line; none when the tree is well. Changes nothing."""
+        wrong: list[str] = []
+        nodes: list[Node] = []
+        for namespace, node in self.nodes():
+            nodes.append(node)
+            wrong += [f"node of {namespace!r} ending at {node.end}: {line}" for line in self._check_node(node)]
+        held: set[Node] = set()  # the nodes that are locked, and all above them
+        for node in nodes:
+            above: Node | None = node if node.page_locks else None
+            while above is not None and above not in held:
+                held.add(above)
+                above = above.parent
+        num_held = sum(node.num_pages for node in held)
+        protected = [node for node in nodes if node.state_locks > 0 and node.slot is not None]
+        counts = {
+            "pages": (self.num_pages, sum(node.num_pages for node in nodes)),
+            "checkpoints": (self.num_checkpoints, sum(node.slot is not None for node in nodes)),
+            "locked pages": (self.locks.num_pages, num_held),
+            "locked checkpoints": (self.locks.num_checkpoints, len(protected)),
+        }
+        for what, (counted, there) in counts.items():
+            if counted != there:
+                wrong.append(f"the tree counts {counted} {what} and has {there}")
+        if self.locks.num_pages == num_held and not self.locks.is_right(nodes):
+            wrong.append("the nodes that are counted as locked, or as above a lock, are others")
+        if not self.candidates.are_whole():
+            wrong.append("a candidate for eviction is not where its queue looks for it")
+        return wrong
+
+    def _check_node(self, node: Node) -> Iterator[str]:
+        """What is wrong with a node, its edge and its run: that holds consecutive nodes, and nothing after its last
+        one."""
+        parent, run = node.parent, node.run
+        if parent is None:
+            yield "reachable, but has no parent"
+            return
+        edge, pages = node.edge, node.pages
+        if len(edge) != len(pages) * self._page_bytes or not len(pages):
+            yield f"an edge of {len(edge) // TOKEN_BYTES} tokens owns {len(pages)} pages"
+        if parent.children.get(edge[: self._page_bytes]) is not node:
+            yield "its parent does not find it by its first page"
+        if node.end != parent.end + len(edge) // TOKEN_BYTES:
+            yield "does not end where its edge ends"
+        if node not in run.nodes:
+            yield "is not a node of its run"
+            return
+        place = run.nodes.index(node)
+        if (run.nodes[place - 1] is not parent) if place else (run.start != parent.end or node.start != run.start):
+            yield "its run does not continue its parent"
+        if run.nodes[-1] is node:
+            num_tokens = node.end - run.start
+            if len(run.ids) != num_tokens * TOKEN_BYTES or len(run.pages) * run.page_size != num_tokens:
+                yield f"its run ends after it, with {len(run.pages)} pages"
+            if [other for other in run.nodes if other.slot is not None] != run.stored:
+                yield "its run does not list the checkpoints of its nodes"
+        is_needless = len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint
+        if is_needless and not self._pools.whole_edges:
+            yield "a tombstone with one child that no lock and no lost checkpoint keeps apart"
+        if node.slot is not None and node.end % self._checkpoint_step:
+            yield f"a checkpoint off the grid of {self._checkpoint_step}"
+        if not 0 <= node.state_locks <= node.page_locks:
+            yield f"{node.state_locks} state locks exceed {node.page_locks} page locks"
+        if self.candidates.overlooks(node):
+            yield "may be evicted, and is not a candidate"
 
     # Matching
 
