@@ -79,8 +79,8 @@ def register_tree_core() -> None:
 
 
 class HybridRadixCache(UnifiedRadixCache):
-    """As SGLang's, and so for all of SGLang an instance of it; but what is evicted is decided in one call, which knows
-    how much is needed."""
+    """SGLang's cache, and so for all of SGLang an instance of it; but what is evicted is decided in one call, which
+    knows how much is needed."""
 
     @rank_consensus(same_params=True, same_results=True)
     def evict(self, params: Any) -> Any:
@@ -176,7 +176,7 @@ class HybridRadixCache(UnifiedRadixCache):
 
 
 class StateComponent(MambaComponent):
-    """As SGLang's, but a state is offered to the tree only if it is worth more than what would be evicted for it.
+    """SGLang's component, but a state is offered to the tree only if it is worth more than what would go for it.
 
     The pages up to it are inserted all the same: they show where later requests branch. A request that has ended gives
     a slot of its own, for which nothing is evicted: such a state is kept until memory is needed.
@@ -202,13 +202,13 @@ class StateComponent(MambaComponent):
     def cleanup_after_caching_req(
         self, req: Any, is_finished: bool, insert_result: Any = None, insert_params: Any = None
     ) -> None:
-        """As SGLang's; a request that has ended is forgotten."""
+        """Clean up as SGLang does, and forget a request that has ended."""
         if is_finished:
             self.tree_core.visits.leave(req.rid)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
 
     def _position(self, req: Any, token_ids_len: int, is_finished: bool) -> int | None:
-        """Where the state is that would be offered; None: there is none, or only SGLang can tell."""
+        """The position of the state that would be offered; None: there is none, or only SGLang can tell."""
         if not self.cache.enable_mamba_extra_buffer:
             replayed = self.cache.req_to_token_pool.mamba_pool.replayssm_write_pos
             return token_ids_len if replayed is None or not is_finished else None
@@ -227,7 +227,7 @@ class StateComponent(MambaComponent):
         return Kind.PROMPT_END if position > prompt - self.mamba_checkpoint_grid else Kind.INTERVAL
 
     def admit(self, req: Any, position: int, kind: Kind, is_finished: bool) -> tuple[StateOrigin, bool]:
-        """What the state of a request at a position is, and whether it is worth more than one that is evicted for
+        """Tell what the state of a request at a position is, and whether it is worth more than one that is evicted for
         it. Where none has to be, every state is."""
         core, pool = self.tree_core, self.cache.req_to_token_pool
         end = position // core.page_size * core.page_size * WORDS

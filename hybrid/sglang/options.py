@@ -1,5 +1,5 @@
-"""What may be asked of this backend: policies of eviction by the names of SGLang's flag `--radix-eviction-policy`, the
-options of this backend, and what of SGLang is refused."""
+"""Options of this backend: policies of eviction by the names of SGLang's flag `--radix-eviction-policy`, its
+own, and what of SGLang is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLASSIC = frozenset({"lru", "lfu", "fifo", "mru", "filo", "priority"})
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `--radix-eviction-policy-config` may say, as JSON.
+    """Options that `--radix-eviction-policy-config` may have, as JSON.
 
     Attributes:
         admission: a state is kept only if it is worth more than the one that would be evicted for it.

@@ -48,7 +48,7 @@ class NoEvents:
 
 
 class Evicted(NamedTuple):
-    """What was evicted: the caller frees it.
+    """Memory that was evicted: the caller frees it.
 
     Attributes:
         indices: of KV, each `[tokens]`.
@@ -234,11 +234,11 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         return InsertStepResult(actions=actions, result=result)
 
     def has_ongoing_insert(self) -> bool:
-        """Whether an insert waits to be continued: never, they are one step."""
+        """Return whether an insert waits to be continued: never, they are one step."""
         return False
 
     def end_insert(self) -> list[Any]:
-        """What a broken insert leaves to do: nothing."""
+        """End a broken insert: it leaves nothing to do."""
         return []
 
     # Locks
@@ -314,13 +314,13 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
     swa_protected_size = swa_evictable_size
 
     def component_evictable_size(self, component_type: Any) -> int:
-        """Of one component, 0 of those that this tree has not."""
+        """The size of one component, 0 for those that this tree has not."""
         return {FULL: self.full_evictable_size, STATE: self.mamba_evictable_size}.get(
             component_type, self.swa_evictable_size
         )()
 
     def component_protected_size(self, component_type: Any) -> int:
-        """Of one component, 0 of those that this tree has not."""
+        """The size of one component, 0 for those that this tree has not."""
         return {FULL: self.full_protected_size, STATE: self.mamba_protected_size}.get(
             component_type, self.swa_protected_size
         )()
@@ -346,15 +346,15 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         return node_id == self._handles.root
 
     def is_backuped(self, node_id: int) -> bool:
-        """Whether a node has a copy in host memory: none has."""
+        """Return whether a node has a copy in host memory: none has."""
         return False
 
     def is_full_device_evicted(self, node_id: int) -> bool:
-        """Whether a node has no pages: a node that there is has them."""
+        """Return whether a node has no pages: a node that there is has them."""
         return False
 
     def component_has_host_value_only(self, node_id: int, component_type: Any) -> bool:
-        """Whether what a node had is in host memory: never."""
+        """Return whether what a node had is in host memory: never."""
         return False
 
     def get_component_device_value(self, node_id: int, component_type: Any) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ MAX_KEYS = 32
 
 
 class StateOrigin(NamedTuple):
-    """What a state is that is about to be inserted.
+    """A state that is about to be inserted.
 
     Attributes:
         kind: why it was put there.
@@ -113,12 +113,12 @@ class Visits:
         self._expected = coming
 
     def expected(self, params: Any) -> Expected | None:
-        """What was announced of an insert with these parameters."""
+        """The insert that was announced with these parameters, once."""
         expected, self._expected = self._expected, None
         return expected if expected is not None and expected.params is params else None
 
     def arrival(self, key: Key) -> StateOrigin:
-        """What is inserted that was not announced, as far as the tree itself can tell."""
+        """The state of an insert that was not announced, as far as the tree itself can tell."""
         if not self._learns:
             return PLAIN
         found = self._tree.peek(key, len(key))

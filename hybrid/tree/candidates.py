@@ -37,7 +37,7 @@ LARGE_SAMPLE = 256
 """The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
 
 NOT_WEIGHED = -1, 0.0, 0
-"""What is kept of a candidate that has not been weighed yet: no group has this number."""
+"""The entry of a candidate that has not been weighed yet: no group has this number."""
 
 MAX_NOTIFIED = 32
 """Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
@@ -55,7 +55,7 @@ def page_recency(node: Node) -> float:
 
 
 class Candidates:
-    """What a tree can evict, in the order of a policy.
+    """The nodes of a tree that can be evicted, in the order of a policy.
 
     There are three kinds of candidates: checkpoints; leaves with a checkpoint, for their pages; tails, which are leaves
     without a checkpoint. Tails save no computation: a policy without an `order` does not rank them, they are evicted
@@ -161,7 +161,7 @@ class Candidates:
                 self._leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
-        """Whether something of the node may be evicted and it is not a candidate for that: it would stay forever."""
+        """Return whether the node is no candidate for something of it that may be evicted: it would stay forever."""
         return (
             (is_evictable_tail(node) and node not in self._tails)
             or (is_evictable_leaf(node) and node not in self._leaves)
@@ -169,7 +169,7 @@ class Candidates:
         )
 
     def are_whole(self) -> bool:
-        """Whether each candidate is where its queue looks for it, for the audit."""
+        """Return whether each candidate is where its queue looks for it: for `Tree.check`."""
         return all(queue.is_whole() for queue in (self._tails, self._leaves, self._checkpoints))
 
     def next_checkpoint(self) -> Node | None:
@@ -248,7 +248,7 @@ class Candidates:
             self.reweigh_below(node)
 
     def reweigh_below(self, node: Node) -> None:
-        """What the checkpoints next below a node save or would free has changed: rank up to `MAX_NOTIFIED` again."""
+        """Rank up to `MAX_NOTIFIED` checkpoints next below a node again: what they save or would free has changed."""
         if not self._weighs:
             return
         below = [*islice(node.children.values(), MAX_NOTIFIED)]
@@ -287,7 +287,7 @@ class Candidates:
         return self._value(Facts.without_node(usage, self.now, num_tokens, tokens_saved, num_bytes))
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
-        """Whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
+        """Return whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
 
         Args:
             num_pages: pages that only it would need; 0 if something continues from it.
@@ -414,7 +414,7 @@ class Queue(Protocol):
         ...
 
     def __contains__(self, node: Node) -> bool:
-        """Whether the node is in the queue."""
+        """Return whether the node is in the queue."""
         ...
 
     def __len__(self) -> int:
@@ -430,7 +430,7 @@ class Queue(Protocol):
         ...
 
     def is_whole(self) -> bool:
-        """Whether each candidate is where the queue looks for it, for the audit."""
+        """Return whether each candidate is where the queue looks for it."""
         ...
 
 
@@ -580,8 +580,8 @@ class SampledQueue:
 
 
 class Columns:
-    """What the ranks of candidates need, by place. Written one by one as `array`s, and read all at once through NumPy's
-    views of them, each of which is several times as fast as the other would be.
+    """The numbers that ranks of candidates need, by place. They are written one by one as `array`s, and read all at once
+    through NumPy's views of them, each of which is several times as fast as the other would be.
 
     Args:
         size: number of places.

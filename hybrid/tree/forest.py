@@ -321,7 +321,7 @@ class LockedPathCounter:
             above = above.parent
 
     def is_right(self, nodes: Iterable[Node]) -> bool:
-        """Whether the counts are those of these nodes, all that there are: for the audit."""
+        """Return whether the counts are those of these nodes, all that there are: for `Tree.check`."""
         self.settle()
         other = LockedPathCounter(self._is_end)
         other.changed.update(node for node in nodes if self._is_end(node))

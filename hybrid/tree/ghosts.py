@@ -30,7 +30,7 @@ MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
 
 STEP = 0x9E3779B97F4A7C15
-"""What the hash of a prefix is multiplied with for each block that follows: odd."""
+"""The factor of the hash of a prefix for each block that follows: odd."""
 
 MASK = (1 << 64) - 1
 
@@ -144,7 +144,7 @@ class Ghosts:
     def follow(
         self, key: Key, node: Node | None, num_tokens: int, limit: int
     ) -> tuple[int, list[tuple[NodeUsage, int]], KeyHashes | None]:
-        """How far beyond `num_tokens`, to which the tree has its pages, a key was once known.
+        """Follow a key beyond `num_tokens`, to which the tree has its pages, as far as it was once known.
 
         Args:
             node: the node of the last page; None for the empty prefix.

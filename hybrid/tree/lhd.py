@@ -107,7 +107,7 @@ _BIN_OF = np.array(BIN_OF)
 
 
 class CheckpointRecord:
-    """What is known of a checkpoint, there or gone.
+    """A checkpoint as it is learned from, there or gone.
 
     Attributes:
         num_tokens: length of its prefix.
@@ -170,7 +170,7 @@ class LearnedHitDensity(AgingPolicy):
         return self._num_watched
 
     def weigh(self, facts: Facts) -> tuple[int, float]:
-        """Where the densities of its class begin in their table, and what they count for."""
+        """Return where the densities of its class begin in their table, and what they count for."""
         if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
             return SPARE * BINS, -1.0 / (1 + facts.tokens_saved)
         record = facts.notes or self._record(facts)
@@ -206,7 +206,7 @@ class LearnedHitDensity(AgingPolicy):
             self._let_go(record)
 
     def changed(self, facts: Facts) -> None:
-        """Whether it has descendants, or its kind, has changed."""
+        """Note that it got or lost descendants, or another kind."""
         record = facts.notes
         if record is not None and (record.below is not facts.has_below or record.kind is not facts.kind):
             self._move(record, facts, record.last)
@@ -244,7 +244,7 @@ class LearnedHitDensity(AgingPolicy):
         self._regroup(record, self._now)
 
     def _move(self, record: CheckpointRecord, facts: Facts, last: int) -> None:
-        """What it is, or when it was last used, has changed."""
+        """Note that what it is, or when it was last used, has changed."""
         record.below = facts.has_below
         record.kind = facts.kind
         self._regroup(record, last)

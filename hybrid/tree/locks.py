@@ -59,7 +59,7 @@ class Locks:
         return len(self._pinned)
 
     def is_right(self, nodes: Iterable[Node]) -> bool:
-        """Whether what locks protect is counted as it is: for the audit.
+        """Return whether what locks protect is counted as it is: for `Tree.check`.
 
         Args:
             nodes: all that there are.
@@ -98,7 +98,7 @@ class Locks:
         self._changed.add(node)
 
     def pin(self, node: Node) -> StateLock:
-        """As `lock_state`, for a pin."""
+        """Protect a checkpoint as `lock_state` does, for a pin."""
         if len(self._pinned_pages.changed) > MAX_CHANGED:
             self._pinned_pages.settle()
         lock = self.lock_state(node)
@@ -157,12 +157,12 @@ class Locks:
 
 
 def is_locked(node: Node) -> bool:
-    """Whether a page lock is on the node itself."""
+    """Return whether a page lock is on the node itself."""
     return node.page_locks > 0
 
 
 class HandleLocks:
-    """What is locked by one handle.
+    """The locks that were taken by one handle.
 
     A lock on a checkpoint protects the pages too: locks of pages alone are taken for as many more as are asked for.
 
@@ -181,7 +181,7 @@ class HandleLocks:
 
 
 NOTHING = HandleLocks()
-"""What is locked by a handle that locks nothing; it is not changed."""
+"""The locks of a handle that has none; never changed."""
 
 
 class Handles:

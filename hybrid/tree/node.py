@@ -43,7 +43,7 @@ class Priorities:
 
 @dataclass(slots=True)
 class NodeUsage:
-    """How a node has been used.
+    """The uses of a node.
 
     Attributes:
         created: tick at which it was inserted.
@@ -196,7 +196,7 @@ class Run:
         run.pages[place - run.start // run.page_size] = to
 
     def index(self, node: Node) -> int:
-        """Which of the nodes a node is."""
+        """The place of a node among the nodes."""
         return len(self.nodes) - 1 if self.nodes[-1] is node else bisect_left(self.nodes, node.end, key=end_of)
 
 
@@ -274,7 +274,7 @@ end_of: Callable[[Node], int] = attrgetter("end")
 
 
 class Match(NamedTuple):
-    """How much of a key the tree has.
+    """The part of a key that the tree has.
 
     Attributes:
         num_tokens: the usable hit: there is a checkpoint at this length (0: the empty prefix).
@@ -308,7 +308,7 @@ class KeyHashes(NamedTuple):
 
 
 class PrefixHistory(NamedTuple):
-    """How much of a key the tree has had, what was evicted included.
+    """The part of a key that the tree has had, what was evicted included.
 
     Attributes:
         num_tokens: length of the known prefix, at least the page hit.
@@ -392,7 +392,7 @@ class EvictedCheckpoint(NamedTuple):
 
 @dataclass(slots=True)
 class Released:
-    """What the tree let go of. The caller owns it now.
+    """Pages and checkpoints that the tree let go of. The caller owns them now.
 
     Attributes:
         pages: values of pages. A caller whose pages are opaque makes it of `PageParts`.

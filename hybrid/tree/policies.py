@@ -112,7 +112,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 Eviction = str | Mapping[str, Any] | Policy
-"""What chooses a policy: see `policy_of`."""
+"""The choice of a policy: see `policy_of`."""
 
 
 def policy_of(eviction: Eviction) -> Policy:

@@ -15,7 +15,7 @@ from hybrid.tree.node import Kind, Node, NodeUsage
 from hybrid.units import Prices
 
 Order = Literal["rising", "any"]
-"""How a use of a candidate changes its rank: "rising" never lowers it, "any" may."""
+"""The change of a candidate's rank by a use: "rising" never lowers it, "any" may."""
 
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -30,7 +30,7 @@ class PolicyWarning(UserWarning):
 
 
 class Facts:
-    """What a policy may know about a candidate, or about a checkpoint that was evicted.
+    """A candidate, or a checkpoint that was evicted, as a policy may know it.
 
     Attributes:
         kind: why the checkpoint was put there: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for a

@@ -1,4 +1,4 @@
-"""What the pages and checkpoints of a tree are: ours, or those of pools of the caller's own.
+"""The values that stand for pages and checkpoints of a tree: ours, or those of pools of the caller's own.
 
 A tree never looks at what identifies a page or a checkpoint. An engine with its own allocators can therefore hand over
 values of any kind, such as index tensors on a device: they are kept, cut and returned as they are.
@@ -18,7 +18,7 @@ PageValues = Any
 for parts `take` alone."""
 
 SlotValue = Any
-"""What identifies a checkpoint: a slot id, or any object but None."""
+"""The identity of a checkpoint: a slot id, or any object but None."""
 
 
 class PageParts:
@@ -144,7 +144,7 @@ class Leaving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What a tree is to know of the pools that its pages and checkpoints are from.
+    """The pools that pages and checkpoints are from, as a tree must know them.
 
     Attributes:
         opaque: page values are any objects with a length and slices, and are kept as `PageParts`; slots are any

@@ -55,7 +55,7 @@ MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
 
 MAX_CHILDREN = 64
-"""Of a node with many children the latest are looked at for what follows a key, up to this many."""
+"""Maximum number of children of a node, the latest, that are looked at for what follows a key."""
 
 
 class Tree:
@@ -127,7 +127,7 @@ class Tree:
         return self.candidates.failure
 
     def knows(self, namespace: str) -> bool:
-        """Whether anything is cached in the namespace."""
+        """Return whether anything is cached in the namespace."""
         return namespace in self.forest.roots
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
@@ -165,8 +165,7 @@ class Tree:
         return wrong
 
     def _check_node(self, node: Node) -> Iterator[str]:
-        """What is wrong with a node, its edge and its run: that holds consecutive nodes, and nothing after its last
-        one."""
+        """Check a node, its edge and its run, which holds consecutive nodes and nothing after its last one."""
         parent, run = node.parent, node.run
         if parent is None:
             yield "reachable, but has no parent"
@@ -214,7 +213,7 @@ class Tree:
         self.candidates.requested(match.checkpoint, self._ticks)
 
     def peek(self, key: Key, limit: int) -> Match:
-        """As `match`, without counting it as a use: changes nothing."""
+        """The same as `match` without counting it as a use: changes nothing."""
         root = self.forest.roots.get(key.namespace)
         if root is None:
             return NO_MATCH
@@ -252,7 +251,7 @@ class Tree:
         )
 
     def recall(self, key: Key, match: Match, limit: int) -> PrefixHistory:
-        """How much of the first `limit` tokens of a key the tree has had, right after the match.
+        """Tell how much of the first `limit` tokens of a key the tree has had, right after the match.
 
         Reports to the policy every use that the request would have made of a checkpoint that was evicted.
         """
@@ -274,7 +273,7 @@ class Tree:
         return PrefixHistory(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes)
 
     def was_evicted(self, key: Key, match: Match) -> bool:
-        """Whether what follows the page hit was cached and has been evicted, right after the match."""
+        """Return whether what follows the page hit was cached and has been evicted, right after the match."""
         end = (match.num_page_tokens // self.grid + 1) * self.grid
         return self._beyond(key, match, end)[0] > match.num_page_tokens
 
@@ -470,7 +469,7 @@ class Tree:
         return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn, priorities=priorities)
 
     def admits(self, usage: NodeUsage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
-        """Whether a checkpoint that is not stored yet is worth more than what would be evicted for it.
+        """Return whether a checkpoint that is not stored yet is worth more than what would be evicted for it.
 
         Args:
             above: number of tokens of the nearest checkpoint above it.
