@@ -34,13 +34,6 @@ def test_a_page_lock_keeps_every_page_above_it(case: TreeCase) -> None:
     assert case.draw() == ["ab o", "  cd o"]
 
 
-def test_a_page_lock_above_keeps_nothing_below(case: TreeCase) -> None:
-    forked(case)
-    case.tree.lock_pages(case.node("ab"))
-    assert sorted(case.tree.evict_all().pages) == [2, 3, 6, 7]
-    assert case.draw() == ["ab o"]
-
-
 def test_a_state_lock_keeps_one_checkpoint_and_the_pages_to_it(case: TreeCase) -> None:
     forked(case)
     case.tree.lock_state(case.node("ab"))
@@ -58,15 +51,6 @@ def test_a_state_lock_is_a_page_lock_too(case: TreeCase) -> None:
     assert (node.page_locks, node.state_locks) == (1, 1)
     case.tree.unlock(state_lock)
     assert (node.page_locks, node.state_locks) == (0, 0)
-
-
-def test_two_locks_on_a_node_are_two_locks(case: TreeCase) -> None:
-    case.put("ab*")
-    first, second = case.tree.lock_state(case.node("ab")), case.tree.lock_state(case.node("ab"))
-    case.tree.unlock(first)
-    assert case.tree.evict_all().slots == []
-    case.tree.unlock(second)
-    assert case.tree.evict_all().slots == [1]
 
 
 def test_what_is_unlocked_can_be_evicted_again(case: TreeCase) -> None:
@@ -106,16 +90,6 @@ def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> No
     assert len(case.tree.evict_all().pages) == 4
 
 
-def test_a_second_release_raises_and_changes_nothing(case: TreeCase) -> None:
-    case.put("ab*")
-    node = case.node("ab")
-    first, _second = case.tree.lock_state(node), case.tree.lock_state(node)
-    case.tree.unlock(first)
-    with pytest.raises(LockError, match="released before"):
-        case.tree.unlock(first)
-    assert (node.page_locks, node.state_locks) == (1, 1)
-
-
 def test_a_lock_of_another_tree_raises_and_stays_valid_at_home(case: TreeCase) -> None:
     other = TreeCase()
     other.put("ab*")
@@ -145,14 +119,6 @@ def test_a_cut_leaf_can_be_cut_again_and_grows_again(case: TreeCase) -> None:
     assert list(case.tree.evict_pages(1).pages) == [3]
     assert case.put("abcde*").num_existing == 6
     assert case.draw() == ["abcde *"]
-
-
-def test_as_many_pages_go_as_are_asked_for(case: TreeCase) -> None:
-    for text in ("ab", "cd", "ef"):
-        case.put(text)
-    assert list(case.tree.evict_pages(0).pages) == []
-    assert list(case.tree.evict_pages(3).pages) == [0, 1, 3]
-    assert case.draw() == ["c o", "ef o"]
 
 
 def test_the_least_recently_used_leaf_goes_first(case: TreeCase) -> None:
@@ -275,21 +241,6 @@ def test_only_leaves_give_up_pages(case: TreeCase) -> None:
     case.use("abcd")
     assert list(case.tree.evict_pages(1).pages) == [5]  # ab was used less recently, but the tail of cd goes
     assert case.draw() == ["ab *", "  c o"]
-
-
-def test_a_namespace_goes_with_its_last_node(case: TreeCase) -> None:
-    case.put("ab*", "one")
-    case.put("ab*")
-    case.tree.evict_pages(2)
-    assert (case.tree.knows("one"), case.tree.knows("")) == (False, True)
-
-
-def test_everything_not_locked_can_go(case: TreeCase) -> None:
-    for text in ("abcd*", "abef*", "ab*", "xyz", "xy*"):
-        case.put(text)
-    released = case.tree.evict_all()
-    assert (len(released.pages), len(released.slots)) == (9, 4)
-    assert (case.tree.num_pages, case.tree.num_checkpoints, case.draw()) == (0, 0, [])
 
 
 # Checkpoints

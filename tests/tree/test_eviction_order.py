@@ -5,10 +5,8 @@ from random import Random
 
 import pytest
 
-from hybrid.errors import ArgumentError
 from hybrid.tree.candidates import SAMPLE, OrderedQueue, SampledQueue
 from hybrid.tree.node import Node, NodeUsage
-from hybrid.tree.policies import policy_of
 
 
 def node(tick: int) -> Node:
@@ -80,12 +78,6 @@ def test_entering_a_candidate_costs_a_few_rankings_however_many_there_are() -> N
     for tick in range(20_000):
         queue.push(node(tick), renewed=False)
     assert num_rankings < 5 * 20_000
-
-
-def test_a_policy_is_chosen_by_name_and_a_wrong_name_tells_the_right_ones() -> None:
-    assert type(policy_of("lru")).__name__ == "LeastRecentlyUsed"
-    with pytest.raises(ArgumentError, match="lru, lfu, fifo, mru, filo, priority, flop_aware, lhd"):
-        policy_of("most recently bought")
 
 
 def test_a_candidate_whose_rank_has_changed_goes_by_its_present_one() -> None:

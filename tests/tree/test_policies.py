@@ -118,15 +118,6 @@ def test_the_victims_are_those_of_a_sort(name: str, seed: int) -> None:
     assert num_gone > 30
 
 
-def test_a_spare_checkpoint_goes_first_until_somebody_has_used_it() -> None:
-    case = Case(policy_of("lru"))
-    case.put("a*")
-    case.put("s*", spare=True)
-    case.put("t*", spare=True)
-    case.use("t")
-    assert [case.goes() for _ in range(3)] == ["s", "a", "t"]
-
-
 def test_flop_aware_keeps_what_saves_more_per_byte() -> None:
     """Two tokens for 110 bytes against twenty for 200."""
     case = Case(policy_of("flop_aware"))

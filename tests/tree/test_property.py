@@ -7,7 +7,6 @@ enough.
 from array import array
 from dataclasses import dataclass, field
 from itertools import count
-from random import Random
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import Key
 from hybrid.tree.node import Checkpoint, Kind, Lock, Match, Released
-from hybrid.tree.policies import POLICIES, LeastRecentlyUsed
+from hybrid.tree.policies import POLICIES
 from hybrid.tree.tree import Tree
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -311,40 +310,3 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=100, stateful_step_count=40, database=None)
-
-
-def dice_kind(random: Random) -> str:
-    return Kind.INTERVAL if random.random() < 0.3 else Kind.BRANCH
-
-
-def victims(seed: int) -> list[Released]:
-    """What goes, in order, in a random life of a tree."""
-    random, gone = Random(seed), []
-    tree = Tree(2, 4, LeastRecentlyUsed())
-    pages, slots = count(), count(1)
-    locks: list[Lock] = []
-    for _ in range(400):
-        text = [token for _ in range(random.randint(1, 8)) for token in [random.choice((1, 1, 2))] * 2]
-        key, action = Key.of(text, random.choice(("", "other"))), random.random()
-        if action < 0.5:
-            checkpoint = Checkpoint(next(slots), len(text), dice_kind(random)) if len(text) % 4 == 0 else None
-            tree.insert(key, len(text), [next(pages) for _ in text[::2]], checkpoint)
-        elif action < 0.7:
-            found = tree.match(key, len(text) - 1)
-            if found.checkpoint is not None:
-                locks.append(tree.lock_state(found.checkpoint))
-        elif action < 0.8 and locks:
-            tree.unlock(locks.pop(random.randrange(len(locks))))
-        elif action < 0.9:
-            gone.append(tree.evict_pages(random.randint(1, 5)))
-        else:
-            gone.append(tree.evict_checkpoints(random.randint(1, 2)))
-    return gone
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_same_seed_evicts_the_same_victims_in_the_same_order(seed: int) -> None:
-    first = victims(seed)
-    assert victims(seed) == first
-    assert sum(len(r.pages) for r in first) > 20
-    assert sum(len(r.slots) for r in first) > 5

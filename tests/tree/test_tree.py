@@ -29,11 +29,6 @@ def case() -> TreeCase:
 # Matching
 
 
-def test_an_empty_tree_matches_nothing(case: TreeCase) -> None:
-    assert case.peek("abc") == NOTHING
-    assert case.draw() == []
-
-
 def test_a_match_is_usable_to_the_deepest_checkpoint_and_has_pages_beyond(case: TreeCase) -> None:
     case.put("ab*")
     case.put("abcd")
@@ -73,21 +68,6 @@ def test_the_limit_caps_pages_and_checkpoint(case: TreeCase, limit: int, num_tok
     case.put("abcd*")
     found = case.peek("abcd", limit=limit)
     assert (found.num_tokens, found.num_page_tokens) == (num_tokens, num_page_tokens)
-
-
-def test_a_limit_inside_a_page_does_not_reach_the_node_of_that_page(case: TreeCase) -> None:
-    case.put("ab*")
-    case.put("abcd*")
-    assert case.peek("abcd", limit=5).deepest is case.node("ab")
-    assert case.peek("abcd", limit=1) == NOTHING
-
-
-def test_a_key_cut_inside_a_page_matches_whole_pages_only(case: TreeCase) -> None:
-    case.put("ab*")
-    case.put("abc*")
-    assert case.peek("abc", cut=1).num_page_tokens == 4
-    assert case.peek("ab", cut=1).num_page_tokens == 2
-    assert case.peek("a", cut=1) == NOTHING
 
 
 def test_a_key_may_leave_a_path_of_many_checkpoints_after_any_of_them(case: TreeCase) -> None:
@@ -175,13 +155,6 @@ def test_branching_len_crosses_tombstones() -> None:
         case.put(text)
     assert case.draw() == ["ab o", "  cd o", "    efgh *", "    x o", "  x o"]
     assert case.peek("abcdefgz").branching_len == 12
-
-
-def test_branching_len_is_capped_by_the_limit() -> None:
-    case = TreeCase(page_size=2, grid=4)
-    case.put("abcdefgh*")
-    assert case.peek("abcdefgh", limit=15).branching_len == 12
-    assert case.peek("abcdefgh", limit=16).branching_len is None
 
 
 # Inserting
@@ -280,57 +253,12 @@ def test_the_tree_keeps_no_reference_to_the_pages_it_was_given(case: TreeCase) -
     assert list(case.node("ab").pages) == [5, 6]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_pages", "state_after"),
-    [
-        (0, 0, None),
-        (-2, -1, None),
-        (3, 2, None),  # no whole page
-        (10, 5, None),  # longer than the key
-        (8, 3, None),  # a page short
-        (8, 5, None),  # a page too many
-        (8, 4, 4),  # a state captured elsewhere
-        (8, 4, 9),
-        (6, 3, 6),  # a state off the grid
-    ],
-)
-def test_lengths_that_disagree_are_refused_and_nothing_is_changed(
-    num_tokens: int, num_pages: int, state_after: int | None
-) -> None:
-    case = TreeCase(page_size=2, grid=4)
-    checkpoint = None if state_after is None else Checkpoint(7, state_after)
-    with pytest.raises(OwnershipError):
-        case.tree.insert(case.key("abcd", "new"), num_tokens, list(range(num_pages)), checkpoint)
-    case.put("abcdef*")
-    before = case.draw()
-    with pytest.raises(OwnershipError):
-        case.tree.insert(case.key("abcd"), num_tokens, list(range(num_pages)), checkpoint)
-    assert case.draw() == before
-    assert not case.tree.knows("new")
-
-
 def test_the_error_names_the_position_of_the_state_and_the_one_it_is_offered_for(case: TreeCase) -> None:
     with pytest.raises(OwnershipError, match=r"captured after 2 tokens is offered for 4"):
         case.tree.insert(case.key("ab"), 4, [0, 1], Checkpoint(1, 2))
 
 
 # Namespaces
-
-
-def test_the_same_tokens_in_two_namespaces_never_meet(case: TreeCase) -> None:
-    case.put("ab*", "one")
-    assert case.peek("ab", "two") == NOTHING
-    assert case.peek("ab") == NOTHING
-    assert case.put("ab*", "two").num_existing == 0
-    assert case.draw("one") == case.draw("two") == ["ab *"]
-    assert case.tree.num_pages == 4
-
-
-def test_a_match_makes_no_namespace(case: TreeCase) -> None:
-    case.tree.match(case.key("ab", "one"), 4)
-    assert not case.tree.knows("one")
-    case.put("ab", "one")
-    assert case.tree.knows("one")
 
 
 def test_nodes_come_parents_first_with_their_namespace(case: TreeCase) -> None:
