@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,6 @@ from itertools import count, islice
 from operator import attrgetter
 from random import Random
 from types import MethodType
-from typing import Protocol
 
 import numpy as np
 
@@ -392,49 +392,55 @@ def is_evictable_checkpoint(node: Node) -> bool:
     return node.parent is not None and node.slot is not None and not node.state_locks
 
 
-class Queue(Protocol):
-    """Candidates of one kind."""
+class Queue(ABC):
+    """Candidates of one kind.
 
-    @property
-    def settled(self) -> Container[int]:
-        """Identities of nodes that need no push, unless `renewed`."""
-        ...
+    Args:
+        is_candidate: returns whether a node may be evicted at present.
 
+    Attributes:
+        settled: identities of the nodes that are in the queue: they need no push, unless `renewed`.
+    """
+
+    settled: set[int] | dict[int, int]
+
+    def __init__(self, is_candidate: Callable[[Node], bool]) -> None:
+        self._is_candidate = is_candidate
+        self._compact_at = 1024
+
+    @abstractmethod
     def push(self, node: Node, renewed: bool) -> None:
         """Add a candidate. One that is in the queue already stays as it is, unless `renewed`: its rank may have
         fallen."""
-        ...
 
-    def used(self, node: Node) -> None:
-        """A candidate's use was counted."""
-        ...
+    def used(self, node: Node) -> None:  # noqa: B027 - a queue may have nothing to do
+        """Note that a candidate's use was counted."""
 
-    def changed(self, node: Node) -> None:
-        """Something about a node has changed, without a use."""
-        ...
+    def changed(self, node: Node) -> None:  # noqa: B027
+        """Note that something about a node has changed, without a use."""
 
     def __contains__(self, node: Node) -> bool:
         """Return whether the node is in the queue."""
-        ...
+        return id(node) in self.settled
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of entries, those of nodes that are not candidates any more included."""
-        ...
 
+    @abstractmethod
     def peek(self) -> tuple[float, Node] | None:
         """The candidate to evict first and its rank; None when the queue is empty."""
-        ...
 
+    @abstractmethod
     def pop(self, node: Node) -> None:
         """Remove the candidate that `peek` has just returned."""
-        ...
 
+    @abstractmethod
     def is_whole(self) -> bool:
         """Return whether each candidate is where the queue looks for it."""
-        ...
 
 
-class OrderedQueue:
+class OrderedQueue(Queue):
     """Candidates in order.
 
     A candidate always has an entry whose rank is at most its present one. An entry that reaches the top of the heap is
@@ -447,13 +453,12 @@ class OrderedQueue:
     """
 
     def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], falls: bool) -> None:
+        super().__init__(is_candidate)
         self._rank = rank
-        self._is_candidate = is_candidate
         self._falls = falls
         self._heap: list[tuple[float, int, Node]] = []
         self.settled: set[int] = set()
         self._order = count()  # candidates of equal rank are evicted in the order of their arrival, so that runs repeat
-        self._compact_at = 1024
 
     def push(self, node: Node, renewed: bool) -> None:
         key = id(node)
@@ -464,18 +469,12 @@ class OrderedQueue:
             if len(heap) > self._compact_at:
                 self._compact()
 
-    def __contains__(self, node: Node) -> bool:
-        return id(node) in self.settled
-
     def __len__(self) -> int:
         return len(self._heap)
 
     def used(self, node: Node) -> None:
         if self._falls and id(node) in self.settled:
             self.push(node, renewed=True)
-
-    def changed(self, node: Node) -> None:
-        pass  # its rank follows from its uses
 
     def peek(self) -> tuple[float, Node] | None:
         heap, is_candidate = self._heap, self._is_candidate
@@ -508,46 +507,36 @@ class OrderedQueue:
         self._compact_at = max(1024, 2 * len(self._heap))
 
 
-class SampledQueue:
+class SampledQueue(Queue):
     """Candidates in no order: the lowest of a random sample is evicted first.
 
     Args:
-        rank: returns the present rank of a candidate.
+        rank: returns the present rank of a candidate, which is ranked anew whenever it is in a sample.
         is_candidate: returns whether a node may be evicted at present.
         rng: with an equal seed the same calls find the same victims.
+
+    Attributes:
+        settled: the place of each node, by its identity.
     """
 
     def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], rng: Random) -> None:
+        super().__init__(is_candidate)
         self._rank = rank
-        self._is_candidate = is_candidate
         self._rng = rng
         self._nodes: list[Node] = []
-        self._places: dict[int, int] = {}
-        self._compact_at = 1024
-
-    @property
-    def settled(self) -> Container[int]:
-        return self._places
+        self.settled: dict[int, int] = {}
 
     def push(self, node: Node, renewed: bool) -> None:
-        if id(node) not in self._places:
-            self._places[id(node)] = len(self._nodes)
+        if id(node) not in self.settled:
+            self.settled[id(node)] = len(self._nodes)
             self._nodes.append(node)
             if len(self._nodes) > self._compact_at:  # `peek` drops such nodes too, but may not be called
                 self._nodes = [node for node in self._nodes if self._is_candidate(node)]
-                self._places = {id(node): place for place, node in enumerate(self._nodes)}
+                self.settled = {id(node): place for place, node in enumerate(self._nodes)}
                 self._compact_at = max(1024, 2 * len(self._nodes))
-
-    def __contains__(self, node: Node) -> bool:
-        return id(node) in self._places
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-    def used(self, node: Node) -> None:
-        pass  # it is ranked anew whenever it is in a sample
-
-    changed = used
 
     def peek(self) -> tuple[float, Node] | None:
         while len(self._nodes) > SAMPLE:
@@ -557,14 +546,14 @@ class SampledQueue:
         return self._lowest(list(self._nodes))
 
     def pop(self, node: Node) -> None:
-        place = self._places.pop(id(node))
+        place = self.settled.pop(id(node))
         last = self._nodes.pop()
         if last is not node:
             self._nodes[place] = last
-            self._places[id(last)] = place
+            self.settled[id(last)] = place
 
     def is_whole(self) -> bool:
-        return self._places == {id(node): place for place, node in enumerate(self._nodes)}
+        return self.settled == {id(node): place for place, node in enumerate(self._nodes)}
 
     def _lowest(self, sample: Iterable[Node]) -> tuple[float, Node] | None:
         """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
@@ -574,14 +563,16 @@ class SampledQueue:
                 rank = self._rank(node)
                 if best is None or rank < best[0]:
                     best = rank, node
-            elif id(node) in self._places:
+            elif id(node) in self.settled:
                 self.pop(node)
         return best
 
 
 class Columns:
-    """The numbers that ranks of candidates need, by place. They are written one by one as `array`s, and read all at once
-    through NumPy's views of them, each of which is several times as fast as the other would be.
+    """The numbers that ranks of candidates need, by place.
+
+    They are written one by one as `array`s, and read all at once through NumPy's views of them: each is several times
+    as fast as the other would be.
 
     Args:
         size: number of places.
@@ -611,7 +602,7 @@ class Columns:
         return columns
 
 
-class AgingQueue:
+class AgingQueue(Queue):
     """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
     first.
 
@@ -636,16 +627,15 @@ class AgingQueue:
         is_candidate: Callable[[Node], bool],
         rng: Random,
     ) -> None:
+        super().__init__(is_candidate)
         self._weigh = weigh
         self._ranks = ranks
-        self._is_candidate = is_candidate
         self._dice = np.random.default_rng(rng.getrandbits(64))
         self._rolled, self._num_rolled = np.zeros(0), 0
         self._turn = 0
         self._nodes: list[Node] = []
         self.settled: dict[int, int] = {}
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
-        self._compact_at = 1024
         self._weighed: list[tuple[int, float, int]] = []  # group, weight, and request of the last use: as in columns
         self._columns = Columns(self._compact_at + 1)
         self._sampled = Columns(LARGE_SAMPLE)
@@ -671,9 +661,6 @@ class AgingQueue:
             self._found = None
 
     changed = used
-
-    def __contains__(self, node: Node) -> bool:
-        return id(node) in self.settled
 
     def __len__(self) -> int:
         return len(self._nodes)
