@@ -106,7 +106,7 @@ class Mode:
         self.lines.append(ratio(name, t, *sides, target, at_most=is_slower, part=self._name))
 
     def of_random_model(self) -> list[Line]:
-        for many, faster, new in ((1, 4.0, NEW), (8, 1.5, NEW_OF_EIGHT)):
+        for many, faster, new in ((1, 4.0, NEW), (8, 1.3, NEW_OF_EIGHT)):
             params = greedy(new)
             prompts = [[seed, *ids(PROMPT - 1)] for seed in range(many)]
             answers = [output.token_ids for output in self.plain.generate(prompts, params, progress=False)]
@@ -122,9 +122,9 @@ class Mode:
         text = source_of("bisect")[:900]
         quoting = self.plain.tokenizer(text + "\n\n" + text[:90]).input_ids
         params = greedy(NEW)
-        self.compare("tiny, free running", [quoting], params, 1.5, "cache")
+        self.compare("tiny, free running", [quoting], params, 1.3, "cache")
         prompts = [self.plain.tokenizer(source_of(name)[:700]).input_ids for name in MODULES]
-        self.compare("tiny, mtp, apart", prompts, params, 1.3, "mtp")
+        self.compare("tiny, mtp, apart", prompts, params, 1.0, "mtp")
         self.compare("tiny, mtp", prompts, params, 1.0, "mtp")
         first, usage = SpeculationConfig(drafters=("mtp",), max_drafts=1, adaptive=False), Counter[str]()
         decode(self.loaded["mtp"].with_cache(self.config, speculation=first), prompts, params, usage, "")

@@ -28,7 +28,7 @@ from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media
 from hybrid.speculation.drafter import Drafter, History
-from hybrid.speculation.drafts import Accepted, Drafts, accepted
+from hybrid.speculation.drafts import Drafts, accepted
 from hybrid.units import ceil_div
 
 VOCAB_SIZE = 50
@@ -175,7 +175,7 @@ class ToyRunner:
         else:
             assert back is not None
             self.states[front], self.states[back] = kept[boundary - part.end], kept[-1]
-        return Result(True, tuple(sampled[at + 1] for at in (-1, *path)), accepted=(Accepted(drafts, path),))
+        return Result(True, tuple(sampled[at + 1] for at in (-1, *path)), accepted=path)
 
     def _write_pages(self, part: Part, ids: bytes, table: array[int], start: int) -> None:
         """Write the tokens of a key from `start` on to those pages of a table that are the lease's own."""

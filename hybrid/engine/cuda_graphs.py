@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from hybrid.engine.capture import Capture, Postable, Posted, capture_for
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import LINKS, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
-from hybrid.engine.rounds import CapturedRound, Rounds
 from hybrid.engine.sampler import SamplingRows, compiled_most_likely
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ class Graph:
         logits: `[rows, vocab]`, written by each run.
         most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
         after_drafts: computes the states after accepted drafts; None: the pass has no log.
-        rounds: the pass and what follows it, by the number of requests, and whether chains of a predictor do.
     """
 
     numbers: Tensor
@@ -59,7 +57,6 @@ class Graph:
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
-    rounds: dict[tuple[int, bool], CapturedRound] = field(default_factory=dict)
 
 
 class SharedLogits:
@@ -84,7 +81,7 @@ class Ran(NamedTuple):
         logits: `[rows, vocab]`.
         sampling: how tokens are chosen from them; None: every row takes its most likely one.
         most_likely: `[rows]` the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
-        keep: keeps the states after accepted drafts; None: the pass has no log, or they are kept.
+        keep: keeps the states after accepted drafts; None: the pass has no log.
         posted: the pass, if other threads compute it: what is above is known once it has ended. Its most likely tokens
             stay valid.
     """
@@ -153,7 +150,6 @@ class CapturedPasses:
         self._captures = True
         self._logits = SharedLogits()
         self._captured_model = CapturedModel(model)
-        self._joins = capture is None and not self.on_gpu  # programs of compiled operations
 
     @property
     def is_hooked(self) -> bool:
@@ -184,37 +180,8 @@ class CapturedPasses:
             logits = self._model(batch, self._kv, self._state)
             return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
         self._fill(graph.numbers, plan, tokens)
-        rounds = plan.rounds
-        captured = self._round(plan, graph, rounds) if rounds is not None and self._joins else None
-        if rounds is None or captured is None:
-            graph.replay()
-            return self._result(plan, graph)
-        rounds.run(captured)
-        return Ran(graph.logits, None, graph.most_likely[0], None)  # all tokens are the most likely ones
-
-    def _round(self, plan: Plan, graph: Graph, rounds: Rounds) -> CapturedRound | None:
-        """A captured pass with what follows it; None: it has no such program."""
-        count, chains = len(plan.parts), rounds.chains.captured if rounds.chains is not None else None
-        found = graph.rounds.get((count, chains is not None))
-        if found is not None and found.chains is chains:
-            return found
-        after, chosen = graph.after_drafts, graph.most_likely
-        replayed = after.captured() if after is not None else None
-        if after is None or replayed is None or not chosen:
-            return None
-        program: Any = graph.replay
-        captured = CapturedRound.capture(
-            self._capture_replay,
-            lambda accepted, *after: program.then(accepted, *[replayed] * plan.has_drafts, *after),
-            graph.batch,
-            chosen[0],
-            after.slots,
-            chains,
-            count,
-            rounds.page_size,
-        )
-        graph.rounds[count, chains is not None] = captured
-        return captured
+        graph.replay()
+        return self._result(plan, graph)
 
     def post(self, plan: Plan, tokens: Tensor | None = None) -> Ran | None:
         """Have other threads of a CPU run a padded plan, after what they were given before. None: they do not: there is
@@ -225,8 +192,7 @@ class CapturedPasses:
         """
         shape = plan.shape
         graph = self._graphs.get(shape)
-        is_alone = plan.rounds is None and not plan.has_drafts
-        if graph is None or graph.post is None or not is_alone or not graph.most_likely:
+        if graph is None or graph.post is None or plan.has_drafts or not graph.most_likely:
             return None
         numbers = [plan.numbers, graph.numbers]
         if LINKS in plan.layout:

@@ -137,14 +137,13 @@ class ModelRunner:
         if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
             plan = replace(plan, under_way=None)
         ran = self._post(plan, tokens) or self._run(plan, tokens)
-        rounds = plan.rounds if plan.rounds is not None and plan.rounds.has_results else None
-        if plan.has_drafts and rounds is None:
+        if plan.has_drafts:
             replay = partial(self._keep, ran.keep) if ran.keep is not None else None
             verification = Verification(plan.parts, self._end_tokens, replay)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         computed = Computed(ran.logits, ran.sampling, ran.most_likely, plan.is_padded, finite, ran.posted)
-        return PendingTokens(plan, computed, verification, rounds)
+        return PendingTokens(plan, computed, verification)
 
     def _post(self, plan: Plan, tokens: Tensor | None) -> Ran | None:
         """Have other threads run a plan after the one before; None: they do not."""

@@ -19,7 +19,6 @@ from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
 from hybrid.engine.padding import NO_PADDING, Padding, Rows, run_starts
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.request import Request
-from hybrid.engine.rounds import Rounds
 from hybrid.engine.sampled_rows import SampledRows, rows_of, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
@@ -93,7 +92,6 @@ class Plan:
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
         under_way: the pass before, from which this one may continue; None: its results are known.
         pads_runs: `RUN_STARTS` is padded, too.
-        rounds: of the step.
     """
 
     numbers: Tensor
@@ -110,7 +108,6 @@ class Plan:
     targets: tuple[int, ...] | None = None
     under_way: UnderWay | None = None
     pads_runs: bool = False
-    rounds: Rounds | None = None
 
     @property
     def not_read(self) -> tuple[str, ...]:
@@ -293,7 +290,6 @@ def plan(
         targets=targets_of(sampled),
         under_way=under_way,
         pads_runs=shape.runs > 0,
-        rounds=step.rounds,
     )
 
 

@@ -3,60 +3,363 @@
 The predictor is computed between two passes of the model: it reads the last hidden state of each request from the
 request's state slot, and its keys and values from the request's pages, where every pass of the model writes them along.
 Those that it writes itself, in the places of its drafts, are overwritten by the pass that verifies them; what is after
-the accepted ones is never read, and never shared.
+the accepted ones is never read, and never shared. Its passes are captured where decode steps are.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from hybrid.batch import Batch, Group
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.chains_ahead import ChainsAhead, Found
-from hybrid.engine.predictor_passes import ChainNumbers, PredictorPasses, beliefs
-from hybrid.engine.rounds import Rounds
+from hybrid.engine.cuda_graphs import CapturedModel
+from hybrid.engine.padding import Padding
+from hybrid.engine.pieces import ALIGNMENT
 from hybrid.engine.step import Part
+from hybrid.kernels.ops import compiled_module
+from hybrid.memory.device import on_device
 from hybrid.models.mtp import HIDDEN
-from hybrid.speculation.chances import CLAIMED, Claims, PredictedChain
+from hybrid.speculation.acceptance import CLAIMED, CLAIMS, Claims, PredictedChain, rate_of
 from hybrid.speculation.config import MAX_DRAFTS
 from hybrid.speculation.drafter import ChainDrafter, History
-from hybrid.speculation.pace import clock_of
+
+log: logging.Logger = logging.getLogger(__name__)
 
 ALTERNATIVES = 2
 """Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
 with trees are not captured, and take more than they yield."""
 
+MAX_PASSES = 64
+"""Captured passes that are kept, at most; the one that was not used for longest goes."""
+
+COLUMNS = 6
+"""Integers of a request, besides its page ids: as `hybrid.kernels.cpu.drafts.Chains.columns`."""
+
+
+class ChainNumbers:
+    """The integers of passes over the last known token of each of some requests, and over those after it.
+
+    Args:
+        rows: of each request its last token, that token's rotary position, the slot of its keys and values (-1: they
+            are not written), the sequence's length up to there, and the state slot with the hidden state before it.
+        tables: the page ids of each request.
+        width: as many page ids are given of each.
+        page_size: tokens of a page.
+
+    Attributes:
+        shape: number of requests, and `width`.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int, page_size: int
+    ) -> None:
+        self._rows = rows
+        self._tables: list[int] = []
+        for table in tables:
+            self._tables += table
+            self._tables += [0] * (width - len(table))
+        self._ends = [len(table) * page_size for table in tables]
+        self._page_size = page_size
+        self.shape: tuple[int, int] = (len(rows), width)
+
+    def at(self, ahead: int) -> list[int]:
+        """Return those of the pass over the tokens `ahead` of the last known ones: the columns, each filled up to whole
+        `ALIGNMENT`s, and then the page ids."""
+        rows = [self._next(row, ahead) for row in range(len(self._rows))] if ahead else self._rows
+        numbers: list[int] = []
+        idle = [0] * (-len(rows) % ALIGNMENT)
+        for column in (*zip(*rows, strict=True), self._ends):
+            numbers += column
+            numbers += idle
+        return numbers + self._tables
+
+    def _next(self, row: int, ahead: int) -> tuple[int, ...]:
+        """Return what the row of a token becomes, as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token
+        is not known to the host, and the hidden state before it is in no slot."""
+        _, position, _, length, _ = self._rows[row]
+        if length + ahead > self._ends[row]:  # it has no page: what is computed is of no use
+            return 0, position + ahead, -1, self._ends[row], -1
+        page, offset = divmod(length + ahead - 1, self._page_size)
+        slot = self._tables[row * self.shape[1] + page] * self._page_size + offset
+        return 0, position + ahead, slot, length + ahead, -1
+
+
+class PredictorInputs(NamedTuple):
+    """Inputs of a pass of the predictor, for N requests.
+
+    Attributes:
+        tokens: `[N]` the tokens.
+        positions: `[N]` their rotary positions.
+        slots: `[N]` where their keys and values are written; -1: nowhere.
+        lengths: `[N]` of the sequences up to there.
+        states: `[N]` the state slots with the hidden states before them; -1: those of the predictor are taken.
+        block_table: `[N, max_pages]`.
+        hidden: `[N, hidden_size]` the hidden states before them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+    states: Tensor
+    block_table: Tensor
+    hidden: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, count: int, hidden: Tensor) -> PredictorInputs:
+        """Make views of `ChainNumbers.at`, and what is read besides."""
+        length = count + -count % ALIGNMENT
+        columns = [numbers[length * column :][:count] for column in range(COLUMNS)]
+        tokens, positions, slots, lengths, states, _ = columns
+        block_table = numbers[length * COLUMNS :].view(count, -1)
+        return cls(tokens, positions, slots, lengths, states, block_table, hidden)
+
+    def batch(self) -> Batch:
+        """Return the tokens, as ones that are decoded."""
+        count = len(self.tokens)
+        starts = torch.arange(count + 1, device=self.tokens.device)
+        nothing = self.tokens.new_empty(0)
+        rows = slice(0, count)
+        return Batch(
+            token_ids=self.tokens,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            checkpoints=nothing,
+            sample_rows=nothing,
+            prefills=None,
+            decodes=Group(rows, starts, self.lengths, self.block_table, nothing, nothing, num_splits=None),
+            decode_start=None,
+        )
+
+
+class Predicted(NamedTuple):
+    """Results of a pass, for N requests.
+
+    Attributes:
+        tokens: `[N, K]` the most probable tokens of each, falling.
+        chances: `[N, K]` fp32, their probabilities.
+        hidden: `[N, hidden_size]` the hidden states that they follow from.
+    """
+
+    tokens: Tensor
+    chances: Tensor
+    hidden: Tensor
+
+
+Found = tuple[list[list[list[int]]], list[list[list[float]]]]
+"""Tokens and their probabilities, of each pass of a chain, each request, and each of the most probable ones."""
+
+
+class CapturedChains(NamedTuple):
+    """A captured pass that continues its chain where it is run again. All that it reads must stay where it is.
+
+    Attributes:
+        values: integers, as `ChainNumbers.at`; the host writes them.
+        chains: a `hybrid.kernels.cpu.drafts.Chains`.
+        program: the pass.
+        kept: what has the memory.
+    """
+
+    values: np.ndarray
+    chains: Any
+    program: Any
+    kept: tuple[object, ...]
+
+    def run(self, numbers: list[int], beliefs: list[float], most: int) -> Found:
+        """Run up to `most` passes, as long as a chain is worth one more token."""
+        self.values[:] = numbers
+        self.chains.beliefs.numpy()[:] = beliefs
+        self.chains.control.zero_()
+        self.program.repeat(most, self.chains.control[1:])
+        count = int(self.chains.control[0])
+        return self.chains.tokens[:count].tolist(), self.chains.claims[:count].tolist()
+
+
+@lru_cache
+def _width(num_pages: int) -> int:
+    return Padding.of(1, num_pages).width
+
+
+class PredictorPasses:
+    """Runs passes of the predictor.
+
+    Args:
+        model: has a predictor.
+        kv: the pages.
+        states: `[slots, hidden_size]` the last hidden state of each sequence.
+        device: of the model.
+        alternatives: tokens that are found for each position.
+        page_size: tokens of a page.
+        capture: captures passes, on a CPU, where there are no alternatives; None: each is launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv: Tensor,
+        states: Tensor,
+        device: torch.device,
+        alternatives: int,
+        page_size: int,
+        capture: Capture | None = None,
+    ) -> None:
+        self._page_size = page_size
+        self._model = model
+        self._kv = kv
+        self._states = states
+        self._device = device
+        self._alternatives = alternatives
+        self._capture = capture
+        # in the order in which they were used
+        self._captured: OrderedDict[tuple[int, int], CapturedChains] = OrderedDict()
+        self._captured_model = CapturedModel(model.mtp, model.model.embed_tokens, model.lm_head)
+
+    @property
+    def num_captured(self) -> int:
+        """Number of passes that are captured."""
+        return len(self._captured)
+
+    def width(self, num_pages: int) -> int:
+        """Return the columns of a block table of this many pages: few widths occur where passes are captured."""
+        return num_pages if self._capture is None else _width(num_pages)
+
+    def chains(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
+        """Compute chains of tokens after each request.
+
+        Args:
+            numbers: of the requests.
+            most: tokens of a chain.
+            rates: how often the predictor was right about each request, by tenths of what it claims.
+            least: on a CPU, where the host waits for each pass, there are no more of them once all chains are less
+                probable.
+        """
+        captured = self._captured_for(numbers)
+        if captured is None:
+            return self._launched(numbers, most, rates, least)
+        beliefs = [least, *[1.0] * len(rates), *chain.from_iterable(rates)]
+        return captured.run(numbers.at(0), beliefs, min(most, MAX_DRAFTS))
+
+    def _captured_for(self, numbers: ChainNumbers) -> CapturedChains | None:
+        """Return the captured pass for these numbers; None: there is none."""
+        if self._captured_model.is_hooked:
+            return None
+        captured = self._captured.get(numbers.shape)
+        if captured is not None:
+            self._captured.move_to_end(numbers.shape)
+        elif self._capture is not None:
+            captured = self._record(self._capture, numbers)
+        return captured
+
+    def _launched(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
+        """Do the same kernel by kernel."""
+        before: Predicted | None = None
+        passes: list[Predicted] = []
+        reached = [1.0] * len(rates)
+        for ahead in range(most):
+            inputs = self._inputs(numbers.at(ahead), len(rates))
+            self._fill(inputs, before)
+            logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
+            chances, tokens = logits.softmax(-1).topk(self._alternatives)
+            before = Predicted(tokens, chances, hidden)
+            passes.append(before)
+            if self._device.type == "cpu":
+                first = chances[:, 0].tolist()
+                reached = [
+                    own * rate_of(each, claimed) for own, each, claimed in zip(reached, rates, first, strict=True)
+                ]
+                if max(reached) < least:
+                    break
+        return [each.tokens.tolist() for each in passes], [each.chances.tolist() for each in passes]
+
+    def _inputs(self, values: list[int], count: int) -> PredictorInputs:
+        """Make what a pass reads, without hidden states."""
+        hidden = self._states.new_empty(count, self._states.shape[1])
+        return PredictorInputs.of(on_device(torch.tensor(values), self._device), count, hidden)
+
+    def _fill(self, inputs: PredictorInputs, before: Predicted | None) -> None:
+        """Write the hidden states that a pass reads, and tokens that are not known to the host."""
+        if before is None:
+            torch.index_select(self._states, 0, inputs.states, out=inputs.hidden)
+        else:
+            inputs.tokens.copy_(before.tokens[:, 0])
+            inputs.hidden.copy_(before.hidden)
+
+    def _record(self, capture: Capture, numbers: ChainNumbers) -> CapturedChains | None:
+        """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
+        (count, width), values = numbers.shape, numbers.at(0)
+        host = torch.zeros(len(values) + 2, dtype=torch.int64)
+        given = host[: len(values)]
+        given.copy_(torch.tensor(values))
+        inputs = PredictorInputs.of(given, count, self._states.new_empty(count, self._states.shape[1]))
+        batch = inputs.batch()
+        drafts: Any = compiled_module("drafts")
+        memory: Any = compiled_module("memory")
+        chains = drafts.Chains(
+            given[: len(values) - count * width].view(COLUMNS, -1),
+            inputs.block_table,
+            chances=torch.empty(count),
+            beliefs=torch.zeros(1 + count + count * CLAIMS),
+            control=host[-2:],
+            tokens=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.int64),
+            claims=torch.empty(MAX_DRAFTS, count, 1),
+        )
+
+        def run() -> Tensor:
+            memory.take_rows(self._states, inputs.states, inputs.hidden)
+            logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
+            drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, chains.chances)
+            drafts.continue_chains(chains, self._page_size)
+            return inputs.tokens
+
+        try:
+            run()  # what a model computes once is no part of the program
+            given.copy_(torch.tensor(values))  # they are those of the next token now
+            program, _ = capture(run)
+        except Exception as error:
+            self._capture = None
+            log.warning("capturing the predictor failed (%s: %s); it is launched", type(error).__name__, error)
+            return None
+        if len(self._captured) == MAX_PASSES:
+            self._captured.popitem(last=False)
+        captured = self._captured[numbers.shape] = CapturedChains(given.numpy(), chains, program, (inputs, batch))
+        return captured
+
 
 Proposed = tuple[Sequence[int], Sequence[int], Sequence[float]]
-"""What was predicted for a request, as `Drafter.propose` returns it."""
+"""Predictions for a request, as `Drafter.propose` returns them."""
 
 NOTHING: Proposed = ((), (), ())
 
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """What is known of a request.
+    """Knowledge of a request.
 
     Attributes:
         claims: how often drafts were right, by the probability that the predictor gave them.
-        chains: those that were not compared with what came.
-        asked: tokens that were asked for.
+        chain: the latest one; None: there is none that was not compared with what came.
     """
 
     claims: Claims
-    chains: list[PredictedChain] = field(default_factory=list)
-    asked: int = 0
+    chain: PredictedChain | None = None
 
     def compare(self, ids: Sequence[int]) -> None:
-        """Compare chains with the tokens that came."""
-        for chain in self.chains:
-            self.claims.compare(chain, ids)
-        self.chains.clear()
+        """Compare the chain with the tokens that came."""
+        if self.chain is not None:
+            self.claims.compare(self.chain, ids)
+            self.chain = None
 
 
 class MtpDrafter(ChainDrafter):
@@ -87,38 +390,21 @@ class MtpDrafter(ChainDrafter):
         self._known: dict[History, _Known] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
-        self._rounds: Rounds | None = None  # of the step before, if chains were computed in its call
-        self._clock = clock_of(device.type)
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name of the drafter."""
         return "mtp"
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """The parts of the next step whose requests may have drafts."""
+        """Take the parts of the next step whose requests may have drafts."""
         self._parts = {part.request.history: part for part in parts}
         self._proposed = {}
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
-        """Predict up to this many tokens after each of these histories, as far as there is memory for them, and as
-        they were not predicted in the call of the pass before."""
+        """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
         asked, page_size = [], self._cache.config.page_size
-        before, self._rounds = self._rounds, None
-        chains, rows = (before.chains, before.rows()) if before is not None else (None, {})
-        found = chains.captured.found if chains is not None and rows else None
-        self.seconds_before: float = 0.0
-        self.each_before: float = 0.0
-        self.passes_before: int = 1
-        if before is not None and chains is not None and rows:
-            self.seconds_before, self.passes_before = chains.latest_seconds, before.count
-            self.each_before = chains.seconds / before.count
         for history, count in wanted:
-            if found is not None and history in rows:
-                row, most = rows[history]
-                self._compared(history, count)
-                self._proposed[history] = self._proposal(found, row, history, min(count, most))
-                continue
             part = self._parts[history]
             pages = len(part.lease.block_table) * page_size
             if part.end + count - 1 > pages and not self._cache.reserve(part.lease, part.end + count - 1):
@@ -128,51 +414,23 @@ class MtpDrafter(ChainDrafter):
             for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
                 self._proposed[part.request.history] = proposed
 
-    def num_ahead(self, history: History) -> int:
-        """Tokens that may be predicted of a request in the call of its pass, after the tokens that the pass chooses."""
-        return self._known[history].asked if history in self._proposed else 0
-
-    def chains_of(self, history: History) -> list[PredictedChain]:
-        """Those of a request that were not compared with what came; more may be added."""
-        known = self._known.get(history)
-        return known.chains if known is not None else []
-
-    def follow(self, rounds: Rounds) -> None:
-        """The next chains may be computed in these rounds."""
-        self._rounds = rounds
-
-    def ahead(self, parts: Sequence[Part]) -> ChainsAhead | None:
-        """Chains that are computed in the call of the pass of these parts, each of which has `num_ahead`; None: they
-        cannot be."""
-        known = [self._known[part.request.history] for part in parts]
-        most = max([min(each.asked, part.request.num_left - 2) for each, part in zip(known, parts, strict=True)])
-        if most <= 0:
-            return None
-        rates = [each.claims.rates for each in known]
-        width = self._passes.width(max([len(part.lease.block_table) for part in parts]))
-        captured = self._passes.captured((len(parts), width))
-        if captured is None:
-            return None
-        return ChainsAhead(captured, beliefs(rates, self.least), min(most, MAX_DRAFTS), self._clock)
-
     def propose(self, history: History, limit: int) -> Proposed:
-        """What was predicted, with its probabilities."""
+        """Return what was predicted, with its probabilities."""
         return self._proposed.get(history, NOTHING)
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
-        """What follows the last known token of each part, for each as many tokens as are asked for."""
+        """Predict what follows the last known token of each part, for each as many tokens as are asked for."""
         self._cache.memory.in_flight.settle()
         numbers, counts = self._numbers([part for part, _ in asked]), [count for _, count in asked]
         histories = [part.request.history for part, _ in asked]
-        # as they were before the latest tokens came: chains may be computed in the call that chooses these
-        rates = [[*self._known_of(history).claims.rates] for history in histories]
-        for history, count in zip(histories, counts, strict=True):
-            self._compared(history, count)
+        for history in histories:
+            self._known_of(history).compare(history.ids)
+        rates = [self._known[history].claims.rates for history in histories]
         found = self._passes.chains(numbers, max(counts), rates, self.least)
         return [self._proposal(found, row, histories[row], count) for row, count in enumerate(counts)]
 
     def _numbers(self, parts: Sequence[Part]) -> ChainNumbers:
-        """Those of the last known tokens of parts."""
+        """Return those of the last known tokens of parts."""
         tables = [part.lease.block_table for part in parts]
         width = self._passes.width(max(map(len, tables)))
         return ChainNumbers([self._row(part) for part in parts], tables, width, self._cache.config.page_size)
@@ -183,17 +441,11 @@ class MtpDrafter(ChainDrafter):
             known = self._known[history] = _Known(self._claims.of_request())
         return known
 
-    def _compared(self, history: History, count: int) -> None:
-        """Look at what came up to the last token of a request. `count` tokens after it are asked for."""
-        known = self._known_of(history)
-        known.compare(history.ids)
-        known.asked = count
-
     def _proposal(self, found: Found, row: int, history: History, most: int) -> Proposed:
-        """The chain of a request, and then its alternatives."""
+        """Return the chain of a request, and then its alternatives."""
         (passes, claims), known = found, self._known[history]
         named, claimed = [own[row][0] for own in passes[:most]], [own[row][0] for own in claims[:most]]
-        known.chains.append(PredictedChain(len(history.ids), named, claimed))
+        known.chain = PredictedChain(len(history.ids), named, claimed)
         tokens, count = array("q", named), len(named)
         chances = [*map(known.claims.of, claimed)]
         for rank in range(1, self._alternatives):  # what is left of the probability, in parts as they are claimed
@@ -212,7 +464,7 @@ class MtpDrafter(ChainDrafter):
             self._claims.absorb(known.claims)
 
     def _row(self, part: Part) -> tuple[int, ...]:
-        """The numbers of the last known token of a part, as `ChainNumbers` has them."""
+        """Return the numbers of the last known token of a part, as `ChainNumbers` has them."""
         lease, media, page_size = part.lease, part.request.media, self._cache.config.page_size
         page, offset = divmod(part.start, page_size)
         # the tree's pages have what is kept of it

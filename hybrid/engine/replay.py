@@ -93,21 +93,11 @@ class ReplayOfAll:
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
-        self.captured()
-        self._write(replay)
-        self._run()
-
-    def captured(self) -> Callable[[], Tensor | None] | None:
-        """The captured replay; None: it is not captured."""
         if self._capture is not None:
             self._write(NOTHING)
             self._record(self._capture)
-        return self._run if self._run != self._launched else None
-
-    @property
-    def slots(self) -> Tensor:
-        """`[2, rows]` the slots that are read and written, on the host."""
-        return self._host[-2 * self._slots.shape[1] :].view(2, -1)
+        self._write(replay)
+        self._run()
 
     def _write(self, replay: Replay) -> None:
         """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""

@@ -6,7 +6,7 @@ from them, and after the host has the tokens before them, on which constraints d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from hybrid.engine.capture import Posted
 from hybrid.engine.constraints import Edits
 from hybrid.engine.planner import Plan
 from hybrid.engine.request import Request, Status
-from hybrid.engine.rounds import Rounds
 from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import (
     NOT_FINITE,
@@ -30,7 +29,6 @@ from hybrid.engine.sampler import (
 from hybrid.engine.verification import Verification
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import HostCopy, on_device
-from hybrid.speculation.drafts import Accepted
 
 UNSETTLED = -3
 """In the place of a token that is not known before the vocabulary is sorted."""
@@ -41,12 +39,12 @@ class Result(NamedTuple):
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
-        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; and those of further rounds
-            (`hybrid.engine.rounds`). Empty: the part does not end with the last known token.
+        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`. Empty: the part does not end
+            with the last known token.
         logprobs: `{token_id: logprob}` of each token; None unless requested.
         prompt_logprobs: `{token_id: logprob}` of tokens of the prompt after those that have them.
         forks: the first token of each other answer to the prompt, and its `{token_id: logprob}`.
-        accepted: the drafts of each round, and which of them were accepted.
+        accepted: which drafts of the part were accepted.
         is_late: the device did not know the token by itself: a pass launched meanwhile wrote nothing for the request.
     """
 
@@ -55,7 +53,7 @@ class Result(NamedTuple):
     logprobs: tuple[dict[int, float], ...] | None = None
     prompt_logprobs: tuple[dict[int, float], ...] = ()
     forks: tuple[tuple[int, dict[int, float] | None], ...] = ()
-    accepted: tuple[Accepted, ...] = ()
+    accepted: Sequence[int] = ()
     is_late: bool = False
 
     @property
@@ -92,7 +90,6 @@ class PendingTokens:
         plan: of the pass.
         computed: what it leaves on the device.
         verification: which drafts are accepted, and what is done with them; None: there are no drafts.
-        rounds: what all of this is known from already; None: it is not.
     """
 
     def __init__(
@@ -100,11 +97,9 @@ class PendingTokens:
         plan: Plan,
         computed: Computed,
         verification: Verification | None = None,
-        rounds: Rounds | None = None,
     ) -> None:
         self._plan = plan
         self._verification = verification
-        self._rounds = rounds
         self._computed = computed
         self._settle: Callable[[], Tensor] | None = None
         self._tokens: Tensor | None = None
@@ -153,11 +148,6 @@ class PendingTokens:
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        if self._rounds is not None:
-            return [
-                Result(NOT_FINITE not in own.tokens, tuple(own.tokens), accepted=tuple(own.accepted))
-                for own in self._rounds.followed
-            ]
         self.choose()
         if self._computed.posted is not None:
             self._computed.posted.wait()
@@ -221,9 +211,8 @@ class PendingTokens:
             known = None
             if logprobs is not None and part.num_logprobs is not None:
                 known = tuple(logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
-            is_late, drafts = start + before in late, self._plan.parts[index].drafts
-            accepted = (Accepted(drafts, path),) if drafts is not None else ()
-            result = Result(is_finite, chosen if part.samples else (), known, accepted=accepted, is_late=is_late)
+            is_late = start + before in late
+            result = Result(is_finite, chosen if part.samples else (), known, accepted=path, is_late=is_late)
             if part.num_prompt_logprobs is not None or part.forks:
                 result = _with_more(result, part, own, start, logprobs)
             results.append(result)

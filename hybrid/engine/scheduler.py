@@ -113,7 +113,7 @@ class Scheduler:
             self._admit(budget, only)
         if len(decodes) < len(self.running):
             return Step(self._prefill_parts(budget, only) + decodes)
-        return Step(decodes, self.drafting.rounds(decodes) if self.drafting is not None else None)
+        return Step(decodes)
 
     def advance(self, step: Step) -> list[Part]:
         """The pass of a step was launched: count its tokens as computed. Returns the parts that are alive."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from hybrid.cache.lease import Lease
 from hybrid.engine.branches import Branches
 from hybrid.engine.request import Request
-from hybrid.engine.rounds import Rounds
 from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
 
@@ -99,14 +98,9 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes: prompt parts first, then single tokens with their drafts.
-
-    Attributes:
-        rounds: what follows the pass in its call; None: nothing.
-    """
+    """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
 
     parts: list[Part]
-    rounds: Rounds | None = None
 
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""

@@ -341,7 +341,7 @@ class StepLoop:
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
         if self._scheduler.drafting is not None:
-            self._scheduler.drafting.accept(part, result.accepted, result.num_more)
+            self._scheduler.drafting.accept(part, result.accepted)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
                 request.num_accepted -= result.num_more - at  # these drafts are after the end

@@ -1,4 +1,4 @@
-"""Which drafts of a pass are accepted, and where the states after them are kept.
+"""Acceptance of the drafts of a pass, and the states after those that are accepted.
 
 The pass keeps no state after a draft: the front is valid after the last known token. What the states of the accepted
 drafts were computed from is in the pass's log, and they are computed from it once more, by the same operation and so
@@ -31,7 +31,7 @@ class Verification:
         self._replay = replay
 
     def path(self, index: int, sampled: Sequence[int]) -> list[int]:
-        """The drafts of a part that are accepted.
+        """Return the drafts of a part that are accepted.
 
         Args:
             sampled: the token after each of its rows; -1: the row is not finite.
@@ -60,8 +60,8 @@ class Verification:
 
 
 def _writes(part: Part, count: int) -> list[int]:
-    """Where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front, which
-    the scheduler then swaps with the back."""
+    """Return where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front,
+    which the scheduler then swaps with the back."""
     writes, boundary = [-1] * count, part.boundary_before(part.end + count)
     writes[-1] = part.lease.front
     if boundary is not None:

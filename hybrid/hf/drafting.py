@@ -39,8 +39,7 @@ from hybrid.interrupts import deferred
 from hybrid.speculation.config import MAX_DRAFTS, SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts
-from hybrid.speculation.pace import clock_of
-from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
+from hybrid.speculation.speculator import DrafterStats, Speculator, clock_of, make_speculator
 
 Chain = tuple[Sequence[int], Sequence[int]]
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 
-from hybrid.speculation.chances import Chances
+from hybrid.speculation.acceptance import AcceptanceByDepth
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.grams import FIRST_SLOTS, GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
 from hybrid.tree.tree import Tree
@@ -38,10 +38,10 @@ CYCLE = 64
 """Tokens for which an answer is expected to repeat itself, before that is looked at again."""
 
 CONTINUED: tuple[float, ...] = (0.8, *[0.9] * 3, *[0.95] * 9)
-"""How often the tree is expected to be right about the whole history, by `chances.BUCKETS`: sampled answers differ."""
+"""Expected acceptance of what the tree has after the whole history, by `acceptance.BUCKETS`: sampled answers differ."""
 
 REPEATED: tuple[float, ...] = (0.3, 0.3, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.8, 0.9, 0.95)
-"""How often what follows an n-gram elsewhere is expected to follow it again, by `chances.BUCKETS`."""
+"""Expected acceptance of what follows an n-gram elsewhere, by `acceptance.BUCKETS`."""
 
 Chain = tuple[Sequence[int], Sequence[int], Sequence[float]]
 
@@ -66,19 +66,19 @@ class Source:
 
     __slots__ = ("at", "followed", "ids", "is_left", "is_proven", "learned", "matched", "start")
 
-    def __init__(self, ids: array[int], at: int, start: int, matched: int, learned: Chances) -> None:
+    def __init__(self, ids: array[int], at: int, start: int, matched: int, learned: AcceptanceByDepth) -> None:
         self.ids: array[int] = ids
         self.at: int = at
         self.start: int = start
         self.matched: int = matched
-        self.learned: Chances = learned
+        self.learned: AcceptanceByDepth = learned
         self.followed: int = 0
         self.is_left: bool = False
         self.is_proven: bool = False
 
     @property
     def right(self) -> int:
-        """How many tokens before `start` are those of the source."""
+        """Number of tokens before `start` that are those of the source."""
         return self.matched + self.followed
 
     def follow(self, ids: array[int]) -> None:
@@ -96,22 +96,17 @@ class Source:
                 self.is_proven = True
 
     def skip(self) -> None:
-        """The next token of the history replaces that of the source."""
+        """Note that the next token of the history replaces that of the source."""
         self.at += 1
         self.start += 1
         self.matched = self.followed = 0
         self.is_left = False
 
-    def tokens(self, limit: int) -> array[int]:
-        """What follows. Ids that stand for images end it."""
+    def draft(self, limit: int) -> Chain:
+        """Return what follows, up to `limit` tokens. Ids that stand for images end it."""
         tokens = self.ids[self.at : self.at + limit]
         if tokens and min(tokens) < 0:
             tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
-        return tokens
-
-    def draft(self, limit: int) -> Chain:
-        """The same as a chain."""
-        tokens = self.tokens(limit)
         count = len(tokens)
         return tokens, range(-1, count - 1), self.learned.ahead(self.matched + self.followed, count)
 
@@ -125,14 +120,14 @@ class ContinuationDrafter(Drafter):
 
     def __init__(self, tree: Callable[[], Tree]) -> None:
         self._tree = tree
-        self._learned = Chances(CONTINUED)
-        self._own: dict[History, Chances] = {}
+        self._learned = AcceptanceByDepth(CONTINUED)
+        self._own: dict[History, AcceptanceByDepth] = {}
         self._sources: dict[History, Source] = {}
         self._next_look: dict[History, int] = {}
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name of the drafter."""
         return "continuation"
 
     @property
@@ -141,7 +136,7 @@ class ContinuationDrafter(Drafter):
         return 0.9
 
     def propose(self, history: History, limit: int) -> Chain:
-        """What followed the whole history in its namespace."""
+        """Return what followed the whole history in its namespace."""
         end = len(history.ids)
         if end < self._next_look.get(history, 0):  # the usual case
             return NOTHING
@@ -152,10 +147,6 @@ class ContinuationDrafter(Drafter):
             if source.start == end and source.at < len(source.ids):
                 return source.draft(limit)
         return self._look(history, limit)
-
-    def source(self, history: History) -> Source | None:
-        """What its latest proposal for a history was from; None: there was none."""
-        return self._sources.get(history)
 
     def _look(self, history: History, limit: int) -> Chain:
         """Look the history up in the tree. When it is not there, it is looked up again with its next page."""
@@ -184,7 +175,7 @@ class ContinuationDrafter(Drafter):
 
 
 class _Reading:
-    """How far a history was read.
+    """Progress in a history.
 
     Attributes:
         piece: its tokens that are indexed.
@@ -194,9 +185,9 @@ class _Reading:
 
     __slots__ = ("_latest", "_read", "learned", "piece", "source")
 
-    def __init__(self, piece: Piece, learned: Chances) -> None:
+    def __init__(self, piece: Piece, learned: AcceptanceByDepth) -> None:
         self.piece: Piece = piece
-        self.learned: Chances = learned
+        self.learned: AcceptanceByDepth = learned
         self.source: Source | None = None
         self._latest: dict[tuple[int, int], int] = {}  # the place after each pair of tokens that is not indexed yet
         self._read = 1  # pairs up to here are known
@@ -207,8 +198,8 @@ class _Reading:
         self._read = max(1, self.piece.end - MAX_BACK)
 
     def repeated(self, ids: array[int]) -> int | None:
-        """Where the last two tokens of a history of at least three were before, among those that are not indexed yet
-        and a few before them: the place after them."""
+        """Return where the last two tokens of a history of at least three were before, among those that are not
+        indexed yet and a few before them: the place after them."""
         (third, second, last), end, read = ids[-3:], len(ids) - 1, self._read
         if end == read + 1:  # the usual case
             self._latest[third, second] = end
@@ -226,14 +217,14 @@ class GramDrafter(Drafter):
     """
 
     def __init__(self) -> None:
-        self._learned = Chances(REPEATED)
+        self._learned = AcceptanceByDepth(REPEATED)
         self._indices: OrderedDict[str, GramIndex] = OrderedDict()
         self._readings: dict[History, _Reading] = {}
         self._size = 0  # tokens of all indices, as they count
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name of the drafter."""
         return "ngrams"
 
     @property
@@ -247,21 +238,12 @@ class GramDrafter(Drafter):
         return sum(index.num_bytes for index in self._indices.values())
 
     def propose(self, history: History, limit: int) -> Chain:
-        """What followed the last tokens of the history."""
+        """Return what followed the last tokens of the history."""
         reading = self._readings.get(history) or self._open(history)
         if len(history.ids) - reading.piece.end >= BLOCK:
             self._learn(history, reading.piece)
             reading.indexed()
-        return self._proposal(reading, history.ids, history.namespace, limit)
-
-    def beyond(self, history: History, ids: array[int], limit: int) -> Sequence[int]:
-        """What follows these tokens, of which the first are those of a history, and the others come next."""
-        reading = self._readings.get(history)
-        return self._proposal(reading, ids, history.namespace, limit)[0] if reading is not None else ()
-
-    def _proposal(self, reading: _Reading, ids: array[int], namespace: str, limit: int) -> Chain:
-        """What follows these tokens."""
-        source, end = reading.source, len(ids)
+        ids, source, end = history.ids, reading.source, len(history.ids)
         if source is not None:
             if not source.is_left:
                 source.follow(ids)
@@ -271,16 +253,11 @@ class GramDrafter(Drafter):
                 return source.draft(limit)
             if end - source.start > MAX_AHEAD:
                 reading.source = None
-        found = self._look(ids, namespace, reading)
+        found = self._look(ids, history.namespace, reading)
         if found is None:
             return NOTHING
         reading.source = Source(found[0], found[1], end, found[2], reading.learned)
         return reading.source.draft(limit)
-
-    def source(self, history: History) -> Source | None:
-        """What its latest proposal for a history was from; None: there was none."""
-        reading = self._readings.get(history)
-        return reading.source if reading is not None else None
 
     def _look(self, ids: array[int], namespace: str, reading: _Reading) -> tuple[array[int], int, int] | None:
         """Look for the last tokens of a history: in the source that was left, in those that are not indexed yet, and in
@@ -336,7 +313,7 @@ class GramDrafter(Drafter):
         return reading
 
     def _index(self, namespace: str) -> GramIndex:
-        """The index of a namespace, which was used last of all."""
+        """Return the index of a namespace, which was used last of all."""
         if namespace not in self._indices:
             self._indices[namespace] = GramIndex(MAX_TOKENS)
             self._size += LEAST_TOKENS
@@ -357,7 +334,7 @@ class GramDrafter(Drafter):
 
 
 CachedDrafter = ContinuationDrafter | GramDrafter
-"""Those that learn themselves how probable their drafts are."""
+"""Drafters that learn themselves how probable their drafts are."""
 
 
 def _size(index: GramIndex) -> int:
@@ -366,12 +343,12 @@ def _size(index: GramIndex) -> int:
 
 
 def _cycle(period: array[int]) -> array[int]:
-    """What follows if a history continues to repeat its last tokens."""
+    """Return what follows if a history continues to repeat its last tokens."""
     return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
 
 def _again(source: Source, last: array[int]) -> tuple[array[int], int] | None:
-    """Where a source that was left continues: after the next place that has the last two tokens."""
+    """Return where a source that was left continues: after the next place that has the last two tokens."""
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)
     while at < end - 1:

@@ -19,7 +19,7 @@ MAX_DRAFTS = 63
 @checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Who drafts, and how much.
+    """Drafters, and how much they draft.
 
     Args:
         drafters: each "cache", "mtp" or a `Drafter`. Drafts of several form one tree; the most probable are computed.
@@ -63,7 +63,7 @@ class SpeculationConfig:
 
     @classmethod
     def of(cls, speculation: SpeculationConfig | str | None) -> SpeculationConfig | None:
-        """What an engine was given: a configuration, or the names of drafters joined by "+".
+        """Make a configuration of what an engine was given: one, or the names of drafters joined by "+".
 
         Raises:
             ArgumentError: it is neither.

@@ -1,4 +1,4 @@
-"""What a drafter is, and what it sees."""
+"""Drafters, and the histories that they see."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Drafter(ABC):
 
     @property
     def name(self) -> str:
-        """Of the drafter, in `Engine.stats().speculation`."""
+        """Name of the drafter in `Engine.stats().speculation`."""
         return type(self).__name__
 
     @property
     def prior(self) -> float:
-        """How often a draft of it is expected to be accepted, from 0 to 1, before that was measured."""
+        """Expected share of its drafts that are accepted, from 0 to 1, before that was measured."""
         return 0.6
 
     @abstractmethod
@@ -75,14 +75,14 @@ class Drafter(ABC):
         """
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:  # noqa: B027 - nothing by default
-        """What `propose` will be asked for next: histories, each with its limit. A drafter that computes drafts of
-        several requests together does so here."""
+        """Compute what `propose` will be asked for next: histories, each with its limit. A drafter that computes drafts
+        of several requests together does so here."""
 
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
-        """A request has ended: nothing more is proposed for its history."""
+        """Forget a history: its request has ended, and nothing more is proposed for it."""
 
     def clear(self) -> None:  # noqa: B027 - nothing by default
-        """The cache was cleared: the tokens of requests that have ended are to be forgotten."""
+        """Forget the tokens of requests that have ended: the cache was cleared."""
 
 
 class ChainDrafter(Drafter):
@@ -90,12 +90,6 @@ class ChainDrafter(Drafter):
 
     Attributes:
         least: the chance of a chain below which one more token would not pay: set before each `prepare`.
-        seconds_before: in which chains were computed, before the latest `prepare`, that it has returned.
-        each_before: the same for one of the passes that were computed since the `prepare` before.
-        passes_before: their number.
     """
 
     least: float = 0.0
-    seconds_before: float = 0.0
-    each_before: float = 0.0
-    passes_before: int = 1

@@ -1,4 +1,4 @@
-"""Where the last tokens of a history were before: an index of n-grams."""
+"""An index of n-grams: the places where the last tokens of a history were before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GRAMS = (6, 2)
 """Lengths of the n-grams, longest first."""
 
 FACTOR, MIXER = 0x85EBCA77, 0x9E3779B1
-"""Of 32 bits: to multiply larger numbers takes Python longer than all else that a hash is made of."""
+"""Numbers of 32 bits: larger ones take Python longer to multiply than all else that a hash is made of."""
 
 
 def _powers(length: int) -> tuple[tuple[int, ...], int]:
@@ -91,7 +91,7 @@ class GramIndex:
         return self._table.nbytes + 4 * self._num_tokens
 
     def open(self, ids: array[int]) -> Piece:
-        """A piece for what is not known yet of a sequence that begins with `ids`."""
+        """Make a piece for what is not known yet of a sequence that begins with `ids`."""
         known, length = 0, GRAMS[0]
         while (found := self.find(ids[known : known + length])) is not None:
             other, at = found
@@ -120,7 +120,7 @@ class GramIndex:
             self._enter(piece, start)
 
     def close(self, piece: Piece) -> None:
-        """The sequence of a piece has ended: it is not extended any more."""
+        """Close a piece whose sequence has ended: it is not extended any more."""
         if len(piece.ids) >= SHORT or self._pieces.get(piece.number) is not piece:
             return
         gathered = self._gathered
@@ -134,7 +134,7 @@ class GramIndex:
         self.extend(gathered, array("i", [SEPARATOR]) + piece.ids)
 
     def find(self, ids: array[int]) -> tuple[array[int], int] | None:
-        """Where the last tokens of `ids` were before.
+        """Find where the last tokens of `ids` were before.
 
         Returns:
             Tokens, and the position after the match in them. None: they are not known.
@@ -183,7 +183,7 @@ class GramIndex:
         self._num_tokens -= len(piece.ids)
 
     def _number(self) -> int:
-        """Of a piece, which no other one of this index has had."""
+        """Return a number for a piece, which no other one of this index has had."""
         self._next += 1
         return self._next
 
@@ -202,7 +202,7 @@ class GramIndex:
 
 
 def match_length(ids: array[int], source: array[int], at: int) -> int:
-    """Number of tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`: a short n-gram at
+    """Count the tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`: a short n-gram at
     least."""
     length, end = _SHORT, len(ids)
     most = min(end, at, MAX_BACK)
@@ -214,7 +214,7 @@ def match_length(ids: array[int], source: array[int], at: int) -> int:
 
 
 def common_length(a: array[int], b: array[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     if high <= 8:  # the usual case
         while low < high and a[low] == b[low]:

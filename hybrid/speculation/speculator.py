@@ -1,35 +1,146 @@
-"""What an engine asks for drafts: it chooses among drafters, and decides how many drafts are worth computing."""
+"""Drafts for an engine: chosen among drafters, as many as are worth computing.
+
+The rule is one: drafts are worth computing while more tokens are accepted per second with them than without. How often
+drafts are right is measured per request and drafter (`hybrid.speculation.acceptance`), what passes take per engine
+(`PassTimes`).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, takewhile
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from operator import mul
+
+import numpy as np
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import is_for_the_process
+from hybrid.speculation.acceptance import Acceptance
 from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.drafter import Drafter, History
-from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.joined import Asked, Joined, Known
-from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth, is_common
+from hybrid.speculation.drafter import ChainDrafter, Drafter, History
+from hybrid.speculation.drafts import Drafts, DraftTree, checked
 
 log: logging.Logger = logging.getLogger(__name__)
 
+FORGET = 0.98
+"""Weight of an earlier pass in the measured times, for each pass that was timed since."""
+
+FIRST_SHARE = 0.1
+"""Expected cost of a row, and of verifying drafts, as a part of a pass without rows."""
+
+PRIOR = 0.1
+"""Passes that this expectation counts as."""
+
+KNOWN = 0.5
+"""Passes without drafts, as they count, that are needed to know what drafts save."""
+
+MIN_SHARE = 0.01
+"""The least cost of a row that is believed, as such a part."""
+
+MOST_SLOW = 2.0
+"""A pass counts as this many times its expected seconds at most: a slower one was captured, or interrupted."""
+
+FEW = 8.0
+"""Passes after which a much faster one no longer means that those before it were captured."""
+
+ENOUGH = 0.75
+"""Chance of a draft beyond which no other drafter is asked."""
+
 FIRST_CHAIN = 6
-"""Tokens of a chain that are asked for, at least; and twice as many as the latest one had."""
+"""Tokens of a chain that are asked for, at least; and twice as many as were accepted of the latest one."""
+
+FRUITLESS, ASKED_EVERY = 16, 4
+"""After this many passes in which no draft of a request was computed, drafters are asked in every fourth pass."""
+
+FOLLOW = 0.1
+"""Weight of the latest value in a running mean."""
+
+
+def clock_of(device_type: str) -> Callable[[], float]:
+    """Return the clock for passes and drafters, in seconds. A CPU computes in the calling thread, whose own time does
+    not depend on what else the machine does."""
+    return time.thread_time if device_type == "cpu" else time.perf_counter
+
+
+def is_common(rows: int) -> bool:
+    """Return whether passes of this many rows are computed. Passes are captured for each number of rows, which takes as
+    long as many passes: there are to be few such numbers. (Others are computed where no such number would pay.)"""
+    doublings = (rows - 1).bit_length() - 2  # two numbers from one power of two to the next, up to 64
+    return rows % (1 << min(max(doublings, 0), 4)) == 0
+
+
+class PassTimes:
+    """Seconds of passes without prompts: `base + row * rows`, and `extra` where some rows are drafts.
+
+    Least squares over the latest passes and what is expected at first. So what was measured long ago is forgotten:
+    drafts that did not pay on a busy machine are tried again.
+
+    Attributes:
+        base, row, extra: as above.
+    """
+
+    def __init__(self) -> None:
+        self.base: float = 1.0
+        self.row: float = FIRST_SHARE
+        self.extra: float = FIRST_SHARE
+        self._forget()
+
+    def _forget(self) -> None:
+        row, extra = np.array((-4 * FIRST_SHARE, 4.0, 0.0)), np.array((-FIRST_SHARE, 0.0, 1.0))  # 0 where it is so
+        self._expected = PRIOR * (np.outer(row, row) + np.outer(extra, extra))
+        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether a pass without drafts was timed lately: else it would be believed for ever that drafts pay."""
+        return bool(self._squares[0, 0] - self._squares[0, 2] >= KNOWN)
+
+    def of(self, rows: int, has_drafts: bool) -> float:
+        """Return the expected seconds of a pass."""
+        return self.base + self.row * rows + self.extra * has_drafts
+
+    def observe(self, rows: int, seconds: float, has_drafts: bool) -> None:
+        """Learn that a pass took so long."""
+        expected, count = self.of(rows, has_drafts), self._squares[0, 0]
+        if count:
+            seconds = min(seconds, MOST_SLOW * expected)
+        if count < FEW and seconds < expected / 2:
+            self._forget()
+        numbers = np.array((1.0, rows, has_drafts))
+        self._squares = FORGET * self._squares + np.outer(numbers, numbers)
+        self._products = FORGET * self._products + seconds * numbers
+        base, row, extra = np.linalg.solve(self._squares + self._expected, self._products).tolist()
+        least = MIN_SHARE * max(base, seconds)
+        self.base, self.row, self.extra = max(base, least), max(row, least), max(extra, 0.0)
+
+    def best(self, rows: int, chances: Sequence[float]) -> int:
+        """Return the number of drafts with which most tokens per second are accepted.
+
+        Args:
+            rows: rows of the pass without drafts, each of which yields a token.
+            chances: that each draft is accepted, falling.
+        """
+        best, most = 0, rows / self.of(rows, False)
+        expected, seconds, row = float(rows), self.of(rows, True), self.row
+        for count, chance in enumerate(chances, 1):
+            expected, seconds = expected + chance, seconds + row
+            if chance * seconds <= expected * row and expected <= most * seconds:  # from here on fewer and fewer
+                break
+            is_allowed = is_common(rows + count) or (count == len(chances) and not best)
+            if is_allowed and expected > most * seconds:
+                best, most = count, expected / seconds
+        return best
 
 
 @dataclass
 class DrafterStats:
-    """What a drafter has done since the engine was made.
+    """Counts of a drafter since the engine was made.
 
     Attributes:
         proposals: times that it had a draft that was computed.
@@ -42,6 +153,88 @@ class DrafterStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
+
+    def __add__(self, other: DrafterStats) -> DrafterStats:
+        return DrafterStats(
+            self.proposals + other.proposals,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+            self.refused + other.refused,
+        )
+
+
+class _Asked:
+    """A drafter with what follows from its type, and what is known of it from all requests."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.computes = type(drafter).prepare is not Drafter.prepare  # for several requests together
+        self.chain = drafter if isinstance(drafter, ChainDrafter) else None
+        self.cached = drafter if isinstance(drafter, CachedDrafter) else None
+        self.stats = DrafterStats()
+        self.expected = Acceptance(drafter.prior)
+        self.says_chances = self.cached is not None
+        self.seconds = 0.0  # in which it computes a draft for each of several requests; 0: it is not known
+
+    def took(self, seconds: float) -> None:
+        """Learn in which time it has computed a draft for each of several requests."""
+        if not self.seconds or seconds < self.seconds / 2:  # captures came before
+            self.seconds = seconds
+        self.seconds += FOLLOW * (min(seconds, 2 * self.seconds) - self.seconds)
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """Knowledge of a request.
+
+    Attributes:
+        acceptance: of each drafter that does not learn itself how probable its drafts are.
+        position: where the tokens of `watched` would be.
+        watched: drafters, a token that each has proposed, and the probability that it gave (None: it does not say).
+        passes: number of the latest pass.
+        asked, found: of the latest one in which drafters were asked, and in which drafts of theirs were computed.
+    """
+
+    acceptance: dict[str, Acceptance]
+    position: int = 0
+    watched: list[tuple[_Asked, int, float | None]] = field(default_factory=list)
+    passes: int = 0
+    asked: int = 0
+    found: int = 0
+
+    def is_left_out(self, now: int) -> bool:
+        """Return whether no drafter is asked in this pass: of those in which none would be computed, most are left
+        out."""
+        return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
+
+    def compare(self, ids: Sequence[int]) -> None:
+        """Compare drafts with what came."""
+        if self.position >= len(ids):
+            return
+        for asked, token, claimed in self.watched:
+            is_right, own = token == ids[self.position], self.acceptance[asked.name]
+            for acceptance in (asked.expected, own):
+                acceptance.observe(1.0 if claimed is None else claimed, is_right)
+            if is_right and not asked.computes:
+                own.was_worth(True, self.passes)
+        self.watched = []
+
+
+@dataclass(eq=False, slots=True)
+class _Tree:
+    """Proposals for a request in one pass.
+
+    Attributes:
+        limit: the most drafts.
+        firsts: of each drafter in `_Known.acceptance` the first draft, and the probability that it gave.
+    """
+
+    history: History
+    limit: int
+    known: _Known
+    drafts: DraftTree = field(default_factory=DraftTree)
+    firsts: list[tuple[_Asked, int, float | None]] = field(default_factory=list)
 
 
 class Speculator:
@@ -56,7 +249,8 @@ class Speculator:
             drafts that are chosen by what they cost it has no more.
 
     Attributes:
-        cost: of passes.
+        times: of passes.
+        spent: seconds for which drafters have computed, for the latest pass.
     """
 
     def __init__(
@@ -67,48 +261,28 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
         max_rows: int | None = None,
     ) -> None:
+        self.times: PassTimes = PassTimes()
+        self.spent: float = 0.0
         self._config = config
         self._max_rows = max_rows
         self._clock = clock
-        self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
-        first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
-        self._first = self._cached[: len(first)]
-        self._all = tuple(map(Asked.of, drafters))
-        self._others = self._all[len(first) :]
+        self._drafters = {drafter.name: _Asked(drafter) for drafter in drafters}
         self._vocab_size = vocab_size
-        self._stats = {asked.name: DrafterStats() for asked in self._all}
-        self._expected = {asked.name: Acceptance(asked.drafter.prior) for asked in self._all}
-        self._pauses = dict.fromkeys(self._stats, 0)
-        self._known: dict[History, Known] = {}
-        self.cost: PassCost = PassCost()
+        self._known: dict[History, _Known] = {}
         self._gain = 1.0  # tokens per second with drafts, of those without, lately
-        self._pays = True  # the drafts of the pass, with what it took to have them
-        self._leaves_out = False  # they pay, and are not computed for once
-        self._spent = 0.0
-        self._spent_each = 0.0  # for each pass that was computed since, and in it
-
-    @property
-    def spent(self) -> float:
-        """Seconds for which drafters have computed, for the latest pass."""
-        return self._spent
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether as many drafts are computed as pay; else as many as there are."""
+        """Whether as many drafts are computed as are worth it; else as many as there are."""
         return self._config.adaptive
 
     @property
-    def max_drafts(self) -> int:
-        """Number of drafts of one request in one pass, at most."""
-        return self._config.max_drafts
-
-    @property
     def stats(self) -> dict[str, DrafterStats]:
-        """What each drafter has done, by its name."""
-        return {name: replace(stats) for name, stats in self._stats.items()}
+        """Counts of each drafter, by its name."""
+        return {name: asked.stats + DrafterStats() for name, asked in self._drafters.items()}
 
     def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
-        """Drafts for a request; None: it has none, or they would not pay.
+        """Return drafts for a request; None: it has none, or they are not worth computing.
 
         Args:
             limit: the most drafts.
@@ -117,345 +291,271 @@ class Speculator:
         return self.propose_all([(history, limit)], rows)[0]
 
     def propose_all(self, asked: Sequence[tuple[History, int]], rows: int) -> list[Drafts | None]:
-        """Drafts for the requests of a pass; None for a request that has none, or whose drafts would not pay.
+        """Return drafts for the requests of a pass; None for a request that has none, or whose are not worth computing.
 
         Args:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        trees, most = list[Joined](), self._config.max_drafts
-        self._spent = self._spent_each = 0.0
+        trees: list[_Tree] = []
+        self.spent = 0.0
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes = now = known.passes + 1
-            if known.is_left_out(now) and self._config.adaptive:
+            if self._config.adaptive and known.is_left_out(now):
                 continue
             known.asked = now
             if known.watched:
-                self._compare(history, known)
-            joined = self._of_cached(history, min(limit, most), known, trees, rows)
-            if joined is not None:
-                trees.append(joined)
-        for drafter in self._others if trees else ():
+                known.compare(history.ids)
+            trees.append(_Tree(history, min(limit, self._config.max_drafts), known))
+        for drafter in self._drafters.values() if trees else ():
             self._join(drafter, trees, rows)
-        found = [joined for joined in trees if not joined.tree.is_empty]
+        found = [tree for tree in trees if not tree.drafts.is_empty]
         if not found:
             return [None] * len(asked)
         drafts: dict[History, Drafts] = {}
-        for joined, count in zip(found, self._counts(found, rows), strict=True):
-            joined.count = count
+        for tree, count in zip(found, self._counts(found, rows), strict=True):
+            known = tree.known
+            known.position = len(tree.history.ids)
+            # what is computed of drafters that say nothing is counted when it is verified
+            known.watched = [first for first in tree.firsts if first[2] is not None or not count]
             if count:
-                joined.known.found = joined.known.passes
-            self._judge(joined)
-            if count:
-                drafts[joined.history] = joined.tree.best(count)
+                known.found = known.passes
+                drafts[tree.history] = tree.drafts.best(count)
         return [drafts.get(history) for history, _ in asked]
 
     def has_none(self, histories: Sequence[History]) -> bool:
-        """Whether a pass can do without drafts though the tokens of the one under way are not known: no source has more
-        than these, so that drafts would pay, and no other drafter is to be asked. Then it counts as one without drafts.
+        """Return whether a pass can do without drafts though the tokens of the one under way are not known: no source
+        has more than these, so that drafts would be worth it, and no other drafter is to be asked. Then it counts as
+        one without drafts.
 
         Args:
             histories: of the requests of the pass, up to the token that is not known.
         """
         chances: list[float] = []
-        looked: list[tuple[Known, bool, bool]] = []
+        looked: list[tuple[_Known, bool, bool]] = []
         for history in histories:
             known = self._known.get(history) or self._begin(history)
             is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
-            for asked in self._others if is_asked else ():
-                is_due = not self._config.adaptive or known.measured[asked.name].is_due(known.passes + 1)
-                if is_due and asked.cached is None:
-                    return False
             drafts = None
-            for drafter in self._cached if is_asked else ():
-                drafts = drafts or self._ask_cached(drafter, history, self._config.max_drafts)
+            for asked in self._drafters.values() if is_asked else ():
+                if asked.cached is not None:
+                    drafts = drafts or self._ask_cached(asked, asked.cached, history, self._config.max_drafts)
+                elif not self._config.adaptive or known.acceptance[asked.name].is_due(known.passes + 1):
+                    return False
             own = [*accumulate(drafts.chances or (), mul)][1:] if drafts is not None else []
             chances += own  # of those after the token that is not known
             looked.append((known, is_asked, bool(own)))
         if chances:
             chances.sort(reverse=True)
-            rows = len(histories)
-            if not self._config.adaptive or self.cost.worth(rows).best(chances):
+            if not self._config.adaptive or self.times.best(len(histories), chances):
                 return False
-            if self.cost.is_doubted(rows, chances[0]):
-                return False
-        self._spent = 0.0
+        self.spent = 0.0
         for known, is_asked, has_drafts in looked:
             known.passes += 1
             known.asked = known.passes if is_asked else known.asked
             known.found = known.passes if has_drafts else known.found
         return True
 
-    def _begin(self, history: History) -> Known:
-        """A request of which nothing is known."""
-        expected = self._expected.items()
-        measured = {name: Acceptance(own.rate, self._pauses[name], own.trust) for name, own in expected}
-        return self._known.setdefault(history, Known(measured))
+    def _begin(self, history: History) -> _Known:
+        """Begin with a request, of which as much is expected as of those before."""
+        acceptance = {
+            name: Acceptance(asked.expected.rate, asked.expected.misses)
+            for name, asked in self._drafters.items()
+            if asked.cached is None
+        }
+        return self._known.setdefault(history, _Known(acceptance))
 
-    def _compare(self, history: History, known: Known) -> None:
-        """Compare drafts with what came."""
-        if known.position < len(history.ids):
-            came = history.ids[known.position]
-            for name, (token, claimed) in known.watched.items():
-                for measured in (self._expected[name], known.measured[name]):
-                    if claimed is None:
-                        measured.observe(1, token == came)
-                    else:
-                        measured.compare(claimed, token == came)
-            known.watched = {}
-
-    def _counts(self, trees: Sequence[Joined], rows: int) -> list[int]:
-        """How many drafts of each request are computed: the most probable of all, as long as they pay."""
+    def _counts(self, trees: Sequence[_Tree], rows: int) -> list[int]:
+        """Return how many drafts of each request are computed: the most probable of all, as long as they raise the
+        tokens per second."""
         if not self._config.adaptive:
-            return [min(joined.limit, len(joined.tree)) for joined in trees]
-        each = [joined.tree.chances[: joined.limit] for joined in trees]
+            return [min(tree.limit, len(tree.drafts)) for tree in trees]
+        each = [tree.drafts.chances[: tree.limit] for tree in trees]
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
         if self._max_rows is not None:
             every = every[: max(self._max_rows - rows, 0)]
-        worth = self.cost.worth(rows)
-        best = worth.best(every)
-        count = self.cost.chosen(rows, best) if best else 0
-        self._leaves_out = best > 0 and count == 0
+        count, gain = self.times.best(rows, every), 1.0
+        if count and not self.times.knows_plain:
+            return [0] * len(trees)
         if count:
-            gain = worth.gain(every[:count], self._spent_each)
-            self._pays = gain > 1.0
-            self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
-        elif every and not best and self.cost.is_doubted(rows, every[0]):
-            count = next((count for count in range(1, len(every)) if is_common(rows + count)), len(every))
-        if len(each) == 1:
-            return [count]
-        ranked = sorted([(-chance, at) for at, own in enumerate(each) for chance in own])[:count]
-        taken = Counter(at for _, at in ranked)
-        return [taken[at] for at in range(len(trees))]
+            seconds = self.times.of(rows + count, True) + self.spent
+            gain = (rows + sum(every[:count])) * self.times.of(rows, False) / (rows * seconds)
+            self._gain += FOLLOW * (max(gain, 1.0) - self._gain)
+        counts = [count]
+        if len(each) > 1:
+            ranked = sorted([(-chance, at) for at, own in enumerate(each) for chance in own])[:count]
+            taken = Counter(at for _, at in ranked)
+            counts = [taken[at] for at in range(len(trees))]
+        for tree, own_count in zip(trees, counts, strict=True):
+            for asked, _, _ in tree.firsts:
+                self._judge(asked, tree.known, own_count > 0 and (gain > 1.0 or not asked.computes))
+        return counts
 
-    def _judge(self, joined: Joined) -> None:
-        """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
-        comes, where their drafter does not do that itself."""
-        known = joined.known
-        for name, computes in joined.asked.items() if not self._leaves_out else ():
-            own = known.measured[name]
-            is_paid = joined.count > 0 and (self._pays or not computes)
-            if is_paid or not computes:
-                own.paid(is_paid, known.passes)
-            else:
-                own.missed(known.passes, joined.count > 0)
-            self._pauses[name] = own.pauses
-        known.position = len(joined.history.ids)
-        known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
-            name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
-        }
+    def _judge(self, asked: _Asked, known: _Known, is_worth: bool) -> None:
+        """Note whether what a drafter has proposed for a request is worth computing, and what it took to have it."""
+        own = known.acceptance[asked.name]
+        own.was_worth(is_worth, known.passes)
+        asked.expected.misses = own.misses
 
-    def _of_cached(
-        self, history: History, limit: int, known: Known, trees: Sequence[Joined], rows: int
-    ) -> Joined | None:
-        """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
-        no others are to be asked."""
-        others = [asked for asked in self._others if known.measured[asked.name].is_due(known.passes)]
-        joined = Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
-        for drafter in self._first:
-            if joined is not None and not joined.tree.is_empty and self._config.adaptive:
-                worth = self.cost.worth(_rows_besides(joined, trees, rows))
-                if not _pays(joined, known.measured[drafter.name].rate, worth):
-                    continue
-            drafts = self._ask_cached(drafter, history, limit)
-            if drafts is not None:
-                joined = joined or Joined(history, limit, known)
-                self._add(drafter.name, joined, drafts)
-        return joined
-
-    def _join(self, asked: Asked, trees: Sequence[Joined], rows: int) -> None:
+    def _join(self, asked: _Asked, trees: Sequence[_Tree], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        wanted: list[tuple[Joined, int]] = []
-        for joined in trees:
-            count = joined.limit
+        wanted: list[tuple[_Tree, int]] = []
+        for tree in trees:
             if self._config.adaptive:
-                own = joined.known.measured[asked.name]
-                if not own.is_due(joined.known.passes):
+                own = tree.known.acceptance.get(asked.name)
+                if own is not None and not own.is_due(tree.known.passes):
                     continue
-                if asked.computes or not joined.tree.is_empty:
-                    count = self._worth_asking(asked, joined, own, trees, rows)
+                if not tree.drafts.is_empty and tree.drafts.chances[0] >= ENOUGH:
+                    continue
+            count = self._wanted(asked, tree, rows)
             if count > 0:
-                wanted.append((joined, count))
-        longest, seconds = 1, 0.0
-        if asked.chain is not None and self._config.adaptive:
-            asked.chain.least = self._gain * self.cost.least(rows, asked.name)
-        if asked.computes and wanted:
-            found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
-            if found is None:
-                return
-            seconds = found
-        for joined, count in wanted:
-            if asked.cached is not None:
-                drafts = self._ask_cached(asked.cached, joined.history, count)
-                if drafts is not None:
-                    self._add(asked.name, joined, drafts)
-                continue
-            drafts = self._ask(asked, joined.history, count, joined.limit)
-            if drafts is not None:
-                claimed = drafts.chances[0] if drafts.chances is not None else None
-                joined.firsts[asked.name] = drafts.tokens[0], claimed
-                if asked.computes or claimed is None:
-                    joined.asked[asked.name] = asked.computes
-                longest = max(longest, drafts.depth)
-                joined.known.measured[asked.name].longest = drafts.depth
-                self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
-        if asked.computes and wanted:
-            self.cost.drafted(asked.name, longest, seconds)
+                wanted.append((tree, count))
+        if not wanted:
+            return
+        longest, seconds = 1, self._prepare(asked, wanted, rows) if asked.computes else 0.0
+        for tree, count in wanted:
+            longest = max(longest, self._ask(asked, tree, count))
+        if seconds:
+            self.spent += seconds
+            asked.took(seconds / longest)
 
-    def _add(self, drafter: str, joined: Joined, drafts: Drafts) -> None:
-        """Add drafts of a drafter to those of a request."""
-        rate = joined.known.measured[drafter].rate
-        joined.tree.add(drafts, rate)
-        joined.left *= 1 - (rate if drafts.chances is None else drafts.chances[0])
-        joined.count = min(joined.limit, len(joined.tree))
-
-    def _worth_asking(self, asked: Asked, joined: Joined, own: Acceptance, trees: Sequence[Joined], rows: int) -> int:
-        """How many drafts to ask a drafter for that takes time for each, or where others have some; 0: for none."""
-        if asked.chain is None or not joined.tree.is_empty:
-            drafting = self.cost.drafting(asked.name) / len(trees)
-            worth = self.cost.worth(_rows_besides(joined, trees, rows), drafting)
-            if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
-                return 0
-        count = joined.limit
+    def _wanted(self, asked: _Asked, tree: _Tree, rows: int) -> int:
+        """Return how many drafts to ask a drafter for: as many as it may have, where they take no time."""
+        own = tree.known.acceptance.get(asked.name)
+        if own is None or not asked.computes or not self._config.adaptive:
+            return tree.limit
         if asked.chain is not None:  # it ends a chain itself
-            return min(max(2 * own.longest, FIRST_CHAIN), count)
-        if asked.computes and count > 0:
-            count = own.count(count, worth, joined.known.passes)
-        joined.count = max(joined.count, count)
-        return count
+            return min(max(2 * own.longest, FIRST_CHAIN), tree.limit)
+        chances = [own.rate**ahead for ahead in range(1, tree.limit + 1)]
+        return min(max(self.times.best(rows, chances), 1), tree.limit)
 
-    def _prepare(self, asked: Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
-        """Let a drafter compute what it will be asked for, and return its seconds. None: it failed, and none of it is
-        there."""
+    def _prepare(self, asked: _Asked, wanted: list[tuple[_Tree, int]], rows: int) -> float:
+        """Let a drafter compute what it will be asked for, and return its seconds. If it fails it is asked for
+        nothing."""
+        if asked.chain is not None and self._config.adaptive:
+            cost = self.times.row * rows + asked.seconds
+            asked.chain.least = self._gain * cost / (self.times.base + self.times.row * rows)
         started = self._clock()
         try:
-            asked.drafter.prepare(wanted)
+            asked.drafter.prepare([(tree.history, count) for tree, count in wanted])
         except BaseException as error:
             if is_for_the_process(error):
                 raise
-            for history, _ in wanted:
-                self._refuse(asked.name, history, error)
+            for tree, _ in wanted:
+                self._refuse(asked, tree.history, error)
+            wanted.clear()
+            return 0.0
+        return self._clock() - started
+
+    def _ask(self, asked: _Asked, tree: _Tree, count: int) -> int:
+        """Add what a drafter proposes, and return how many tokens it has in a row. If that fails, it is as if it had
+        proposed nothing.
+
+        Args:
+            count: how many tokens are wanted; of a drafter that says how probable they are, the best may be chosen.
+        """
+        if asked.cached is not None:
+            drafts = self._ask_cached(asked, asked.cached, tree.history, count)
+            if drafts is not None:
+                tree.drafts.add(drafts, 1.0)
+            return 0
+        try:
+            proposed = asked.drafter.propose(tree.history, count)
+            if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
+                raise ArgumentError(f"drafter {asked.name}: propose must return (tokens, parents), got {proposed!r}")
+            tokens, parents, *chances = proposed
+            if asked.chain is not None and isinstance(parents, range):  # it is known, and needs no check
+                drafts = Drafts.chain(tokens, asked.name, chances[0])
+            else:
+                limit = tree.limit if chances else count
+                drafts = checked(tokens, parents, asked.name, limit, self._vocab_size, *chances)
+        except BaseException as error:
+            if is_for_the_process(error):
+                raise
+            self._refuse(asked, tree.history, error)
+            return 0
+        if not drafts.tokens:
+            return 0
+        acceptance = tree.known.acceptance
+        if drafts.chances is not None and not asked.says_chances:  # it is believed, at first
+            asked.says_chances = True
+            asked.expected = Acceptance(1.0)
+            for known in self._known.values():
+                known.acceptance[asked.name] = Acceptance(1.0)
+        claimed, rate = drafts.chances[0] if drafts.chances is not None else None, acceptance[asked.name].rate
+        tree.firsts.append((asked, drafts.tokens[0], claimed))
+        tree.drafts.add(drafts.scaled(rate), rate)
+        return drafts.depth
+
+    def _ask_cached(self, asked: _Asked, drafter: CachedDrafter, history: History, limit: int) -> Drafts | None:
+        """Return tokens that were computed before, which need no check. They may be none: an image follows."""
+        try:
+            proposed = drafter.propose(history, limit)
+        except Exception as error:
+            self._refuse(asked, history, error)
             return None
-        seconds = self._clock() - started
-        self._spent += seconds
-        chain = asked.chain
-        self._spent_each += seconds / chain.passes_before + chain.each_before if chain is not None else seconds
-        return seconds + (chain.seconds_before if chain is not None else 0.0)
-
-    def following(self, history: History, drafts: Drafts, limit: int) -> Sequence[int]:
-        """Tokens of which these drafts of a request are the first, in the source that all of them are from; empty:
-        there is no such one."""
-        name = drafts.drafter
-        for drafter in self._cached:
-            source = drafter.source(history) if drafter.name == name else None
-            if source is not None and source.start == len(history.ids):
-                return source.tokens(limit)
-        return ()
-
-    def beyond(self, history: History, ids: array[int], limit: int) -> Sequence[int]:
-        """What may follow in a source, where a request will have these tokens; empty: none is known."""
-        for drafter in [drafter for drafter in self._cached if isinstance(drafter, GramDrafter)]:
-            try:
-                return drafter.beyond(history, ids, limit)
-            except Exception as error:
-                self._refuse(drafter.name, history, error)
-        return ()
+        if proposed is NOTHING or not proposed[0]:  # the usual case
+            return None
+        return Drafts.chain(proposed[0], asked.name, proposed[2])
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
-        """Drafts of a request were computed, and those of `path` were accepted."""
-        proposed, known = drafts.drafters, self._known.get(history)
-        alone = drafts.drafter
-        for name in (alone,) if alone is not None else {*chain.from_iterable(proposed)}:
-            stats = self._stats[name]
+        """Learn that drafts of a request were computed, and that those of `path` were accepted."""
+        known, alone = self._known.get(history), drafts.drafter
+        for name in (alone,) if alone is not None else {*chain.from_iterable(drafts.drafters)}:
+            asked = self._drafters[name]
+            stats, count = asked.stats, len(path)
             stats.proposals += 1
-            stats.drafted_tokens += len(proposed) if alone else sum([name in names for names in proposed])
-            stats.accepted_tokens += len(path) if alone else sum([name in proposed[at] for at in path])
-            offered, accepted = drafts.trials(name, path)
-            self._expected[name].observe(offered, accepted)
-            if known is not None:
-                known.measured[name].observe(offered, accepted)
+            if alone is not None:
+                stats.drafted_tokens += len(drafts.tokens)
+            else:
+                stats.drafted_tokens += sum([name in names for names in drafts.drafters])
+                count = sum([name in drafts.drafters[at] for at in path])
+            stats.accepted_tokens += count
+            if asked.cached is not None or known is None:
+                continue
+            own = known.acceptance[name]
+            own.longest = count
+            if not asked.says_chances:
+                offered, accepted = drafts.trials(name, path)
+                for acceptance in (asked.expected, own):
+                    acceptance.observe(offered, accepted)
 
     def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
-        """A pass without prompts was computed; some of its rows were drafts."""
-        self.cost.observe(rows, seconds, drafts)
+        """Learn what a pass without prompts took; some of its rows were drafts."""
+        self.times.observe(rows, seconds, drafts > 0)
 
     def end(self, history: History) -> None:
-        """A request has ended."""
+        """Forget a request, which has ended."""
         if self._known.pop(history, None) is not None:
             self._tell_all(lambda drafter: drafter.end(history))
 
     def clear(self) -> None:
-        """The cache was cleared: drafters forget the tokens of requests that have ended."""
+        """Have drafters forget the tokens of requests that have ended: the cache was cleared."""
         self._tell_all(lambda drafter: drafter.clear())
 
     def _tell_all(self, call: Callable[[Drafter], None]) -> None:
         """Call every drafter, whatever others do."""
-        for asked in self._all:
+        for asked in self._drafters.values():
             try:
                 call(asked.drafter)
             except BaseException as error:
                 if is_for_the_process(error):
                     raise
-                self._count_refusal(asked.name, error)
+                self._count_refusal(asked, error)
 
-    def _ask(self, asked: Asked, history: History, count: int, limit: int) -> Drafts | None:
-        """What a drafter proposes. If that fails, it is as if it had proposed nothing.
-
-        Args:
-            count: how many tokens are wanted; of a drafter that says how probable they are, `limit` may be chosen from.
-        """
-        name = asked.name
-        try:
-            proposed = asked.drafter.propose(history, count)
-            if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
-                raise ArgumentError(f"drafter {name}: propose must return (tokens, parents), got {proposed!r}")
-            tokens, parents, *chances = proposed
-            if asked.chain is not None and isinstance(parents, range):  # it is known, and needs no check
-                return Drafts.chain(tokens, name, chances[0]) if tokens else None
-            drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
-        except BaseException as error:
-            if is_for_the_process(error):
-                raise
-            self._refuse(asked.name, history, error)
-            return None
-        return drafts if len(drafts) else None
-
-    def _ask_cached(self, drafter: CachedDrafter, history: History, limit: int) -> Drafts | None:
-        """The same for tokens that were computed before, which need no check. They may be none: an image follows."""
-        try:
-            proposed = drafter.propose(history, limit)
-        except Exception as error:
-            self._refuse(drafter.name, history, error)
-            return None
-        if proposed is NOTHING or not proposed[0]:  # the usual case
-            return None
-        return Drafts.chain(proposed[0], drafter.name, proposed[2])
-
-    def _refuse(self, name: str, history: History, error: BaseException) -> None:
-        """What a drafter did is as if its draft had been wrong."""
+    def _refuse(self, asked: _Asked, history: History, error: BaseException) -> None:
+        """Count what a drafter did as a draft that was wrong."""
         known = self._known[history]
-        known.measured[name].observe(1, 0)
-        known.measured[name].paid(False, known.passes)
-        self._count_refusal(name, error)
+        if asked.name in known.acceptance:
+            known.acceptance[asked.name].observe(1, 0)
+            self._judge(asked, known, False)
+        self._count_refusal(asked, error)
 
-    def _count_refusal(self, name: str, error: BaseException) -> None:
-        stats = self._stats[name]
-        if not stats.refused:
+    def _count_refusal(self, asked: _Asked, error: BaseException) -> None:
+        if not asked.stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
-        stats.refused += 1
-
-
-def _rows_besides(joined: Joined, trees: Sequence[Joined], rows: int) -> int:
-    """Rows of a pass without the drafts of one request, as far as the others are known."""
-    return rows + sum(other.count for other in trees) - joined.count
-
-
-def _pays(joined: Joined, rate: float, worth: Worth) -> bool:
-    """Whether a draft that is right where the others are not would be computed in addition to these, or in place of
-    one."""
-    chances, chance = joined.tree.chances[: joined.limit], joined.left * rate
-    return worth.pays(chance, chances) and (len(chances) < joined.limit or chance > chances[-1])
+        asked.stats.refused += 1
 
 
 def make_speculator(
@@ -466,7 +566,7 @@ def make_speculator(
     clock: Callable[[], float] = time.perf_counter,
     max_rows: int | None = None,
 ) -> Speculator | None:
-    """The drafts that a configuration asks for; None: it asks for none.
+    """Make the drafts that a configuration asks for; None: it asks for none.
 
     Args:
         mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost

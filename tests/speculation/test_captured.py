@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
-from hybrid.engine import cuda_graphs, drafting, predictor_passes
+from hybrid.engine import cuda_graphs, drafting, predictor
 from hybrid.engine.capture import capture_for
-from hybrid.engine.predictor_passes import ChainNumbers
+from hybrid.engine.predictor import ChainNumbers
 from hybrid.engine.replay import Replay, ReplayOfAll
 from hybrid.kernels.cpu.drafts import Chains, continue_chains
 from hybrid.speculation.drafter import ChainDrafter, Drafter, History
@@ -169,9 +169,9 @@ def test_a_chain_has_the_same_numbers_captured_and_launched() -> None:
 
 
 def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor_passes, "MAX_PASSES", 2)
+    monkeypatch.setattr(predictor, "MAX_PASSES", 2)
     made, kept = list[int](), list[int]()
-    chains = predictor_passes.PredictorPasses.chains
+    chains = predictor.PredictorPasses.chains
 
     def noted(passes: Any, *given: Any) -> Any:
         found = chains(passes, *given)
@@ -187,7 +187,7 @@ def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch
 
         return capturing
 
-    monkeypatch.setattr(predictor_passes.PredictorPasses, "chains", noted)
+    monkeypatch.setattr(predictor.PredictorPasses, "chains", noted)
     monkeypatch.setattr(drafting, "capture_for", counted)
     engine, prompts = engine_of(model, "mtp"), prompts_of(model, 3)
     captures = []

@@ -10,9 +10,8 @@ from hybrid import ArgumentError, CacheConfig, Engine, EngineConfig, SamplingPar
 from hybrid.commands.parity import ANSWER, Judge, KnownAnswers
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
-from hybrid.speculation.drafts import Drafts
+from hybrid.speculation.drafts import Drafts, DraftTree
 from support.drafters import VOCAB, Scripted
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
