@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +13,6 @@ from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeGuard, TypeVar
-
-import numpy as np
 
 from hybrid.errors import ArgumentError, CheckpointError, KeywordError
 
@@ -144,6 +143,8 @@ def shown(value: object) -> str:
 
 def boolean(name: str, value: object) -> bool:
     """True or False: no text, and no number."""
+    import numpy as np  # not above: the help of the command line reads this file
+
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise ArgumentError(f"{name} must be True or False; got {shown(value)}")
@@ -177,7 +178,7 @@ def number(name: str, value: object) -> float:
         try:
             real = float(value)
         except OverflowError:
-            real = np.nan
+            real = math.nan
         if real == real:
             return real
     raise ArgumentError(f"{name} must be a number; got {shown(value)}")

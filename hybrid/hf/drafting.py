@@ -188,7 +188,7 @@ class DraftedDecoding:
     Args:
         past: holds some or all tokens of the prompt but its last one.
         speculator: has drafts.
-        guard: makes the context in which the speculator is asked and told.
+        guard: makes the context in which the speculator is used.
         grid: where the past may be committed: no pass with drafts goes beyond the next multiple.
         streamer: of the call of `generate`.
 

@@ -21,7 +21,7 @@ CHOICES = ("add_radix_eviction_policy_choices", "RADIX_EVICTION_POLICY_CHOICES")
 """Names in SGLang's modules `registry` and `choices` that registering and building use."""
 
 PARAMETERS = ("eviction_policy", "eviction_policy_config", "tree_core_backend", "component_registry_override")
-"""Fields of SGLang's `CacheInitParams` that are read or set: one that it has not would be set for nobody."""
+"""Fields of SGLang's `CacheInitParams` that are read or set: one that it has not would have no effect."""
 
 
 def unexpected(what: str) -> VersionError:
