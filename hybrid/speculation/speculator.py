@@ -44,10 +44,10 @@ MIN_SHARE = 0.01
 """The least cost of a row that is believed, as such a part."""
 
 MOST_SLOW = 2.0
-"""A pass counts as this many times its expected seconds at most: a slower one was captured, or interrupted."""
+"""A pass counts as this many times its expected seconds at most: a slower one was interrupted."""
 
-FEW = 8.0
-"""Passes after which a much faster one no longer means that those before it were captured."""
+CAPTURED = 2
+"""Passes with drafts of a number of rows that are not timed: the first one is captured, and then its replay."""
 
 ENOUGH = 0.75
 """Chance of a draft beyond which no other drafter is asked."""
@@ -89,9 +89,7 @@ class PassTimes:
         self.base: float = 1.0
         self.row: float = FIRST_SHARE
         self.extra: float = FIRST_SHARE
-        self._forget()
-
-    def _forget(self) -> None:
+        self._seen: Counter[tuple[int, bool]] = Counter()
         row, extra = np.array((-4 * FIRST_SHARE, 4.0, 0.0)), np.array((-FIRST_SHARE, 0.0, 1.0))  # 0 where it is so
         self._expected = PRIOR * (np.outer(row, row) + np.outer(extra, extra))
         self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
@@ -107,11 +105,12 @@ class PassTimes:
 
     def observe(self, rows: int, seconds: float, has_drafts: bool) -> None:
         """Learn that a pass took so long."""
-        expected, count = self.of(rows, has_drafts), self._squares[0, 0]
-        if count:
-            seconds = min(seconds, MOST_SLOW * expected)
-        if count < FEW and seconds < expected / 2:
-            self._forget()
+        kind = rows, has_drafts
+        self._seen[kind] += 1
+        if self._seen[kind] <= (CAPTURED if has_drafts else 1):
+            return
+        if self._squares[0, 0]:
+            seconds = min(seconds, MOST_SLOW * self.of(rows, has_drafts))
         numbers = np.array((1.0, rows, has_drafts))
         self._squares = FORGET * self._squares + np.outer(numbers, numbers)
         self._products = FORGET * self._products + seconds * numbers
