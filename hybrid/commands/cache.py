@@ -1,11 +1,11 @@
-"""`hybrid cache`: what a file or a directory of cached prefixes holds, and whether the model computes the same."""
+"""`hybrid cache`: list what a file or a folder of cached prefixes holds, and check it."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,10 +27,8 @@ from hybrid.kernels.cpu.kinds import SCALE_BYTES
 from hybrid.kernels.packed_kv import KV_DTYPES, is_packed, unpack
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
-from hybrid.tiers.directory import MANIFEST
 from hybrid.tiers.fingerprint import Fingerprint
-from hybrid.tiers.manifest import DamagedError, Manifest, VersionError
-from hybrid.tiers.tier import CHECKPOINT
+from hybrid.tiers.folder import MANIFEST, RECOVERABLE, check_folder, folder_parts
 
 KV_TOLERANCES = {"auto": 0.0, "int8": 0.03, "fp8": 0.13}
 """The same by how keys and values are kept: a value between two codes may be rounded to either, and what is computed
@@ -158,36 +156,60 @@ def show(archive: Archive, console: Console) -> Outcome:
     return Outcome(True, result)
 
 
-def show_directory(path: Path, console: Console) -> Outcome:
-    """Print what a directory of copies holds. Changes nothing, and takes part in nothing.
+def show_folder(path: Path, console: Console) -> Outcome:
+    """Print what a folder of copies holds. Changes nothing, and takes part in nothing.
 
     Raises:
         CacheFileError: its manifest cannot be read.
     """
-    found: list[dict[str, object]] = []
-    prefixes = Table("namespace", "tokens", "first ids")
-    try:
-        manifest = Manifest(path / MANIFEST, read_only=True)
-        segments, fingerprints = manifest.segments(), manifest.fingerprints()
-        for number, text in fingerprints.items():
-            own = [segment for segment in segments if segment.fingerprint == number]
-            copies = [copy for segment in own for copy in manifest.copies(segment.id)]
-            num_checkpoints = sum(copy.kind == CHECKPOINT for copy in copies)
-            counts = {"checkpoints": num_checkpoints, "pages": len(copies) - num_checkpoints, "files": len(own)}
-            found.append({"fingerprint": text, **counts, "bytes": sum(segment.num_bytes for segment in own)})
-            for copy in copies:
-                if copy.ids:
-                    ids = memoryview(copy.ids).cast("i").tolist()
-                    prefixes.add_row(repr(copy.namespace), str(len(ids)), str(ids[:SHOWN_IDS]))
-        manifest.close()
-    except (sqlite3.Error, OSError, DamagedError, VersionError, ValueError, TypeError) as error:
-        raise CacheFileError(f"{path} is not a usable directory of cached prefixes: {error}") from error
-    for origin in found:
-        for name, value in origin.items():
+    with _reading(path):
+        parts, prefixes = folder_parts(path), Table("namespace", "tokens", "first ids")
+        for part in parts:
+            for namespace, prefix in part.prefixes:
+                ids = memoryview(prefix).cast("i").tolist()
+                prefixes.add_row(repr(namespace), str(len(ids)), str(ids[:SHOWN_IDS]))
+    found = [
+        {
+            "fingerprint": part.fingerprint,
+            "checkpoints": part.checkpoints,
+            "pages": part.pages,
+            "files": part.files,
+            "bytes": part.num_bytes,
+        }
+        for part in parts
+    ]
+    for counts in found:
+        for name, value in counts.items():
             console.print(f"{name:>14}: {value}", markup=False, soft_wrap=True)
     if prefixes.row_count:
         console.print(prefixes)
     return Outcome(True, {"contents": found})
+
+
+def check_copies(path: Path, fix: bool, console: Console) -> Outcome:
+    """Compare every copy of a folder with its checksum, and print what is wrong.
+
+    Args:
+        fix: drop it.
+
+    Raises:
+        CacheFileError: its manifest cannot be read.
+    """
+    with _reading(path):
+        num_right, wrong = check_folder(path, fix)
+    for line in wrong:
+        console.print(line, markup=False, soft_wrap=True)
+    done = "" if not wrong else "; it was dropped" if fix else "; --fix drops it"
+    console.print(f"{num_right} copies are what was written; {len(wrong)} things are wrong{done}")
+    return Outcome(fix or not wrong, {"right": num_right, "wrong": wrong, "fixed": fix})
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (*RECOVERABLE, ValueError, TypeError) as error:
+        raise CacheFileError(f"{path} is not a usable folder of cached prefixes: {error}") from error
 
 
 def _kv_dtype(page: str) -> Literal["auto", "int8", "fp8"]:
@@ -232,9 +254,10 @@ def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outco
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
-    """Read the file, and list or check it."""
-    if args.action == "show" and (Path(args.file) / MANIFEST).is_file():
-        return show_directory(Path(args.file), console)
+    """Read the file, or the folder of copies, and list or check it."""
+    path = Path(args.file)
+    if (path / MANIFEST).is_file():
+        return show_folder(path, console) if args.action == "show" else check_copies(path, args.fix, console)
     archive = read_archive(args.file)
     if args.action == "show":
         return show(archive, console)

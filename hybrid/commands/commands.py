@@ -165,8 +165,9 @@ def add_tree(parser: argparse.ArgumentParser) -> None:
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid cache`."""
     add = parser.add_argument
-    add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
-    add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
+    add("action", choices=("show", "check"), help="list what it holds, or see that it is right")
+    add("file", metavar="FILE", help="a file that engine.save has written, or a disk tier's folder")
+    add("--fix", action="store_true", help="check of a folder: drop what is not what was written")
     add("--model", default="tiny", help=MODEL_HELP)
     add_dtype(parser, otherwise="that of the file; only check runs a model")
 
@@ -235,11 +236,12 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="cache",
-        help="list a file of cached prefixes, or check it against the model",
+        help="list or check a file of cached prefixes, or the folder of a disk tier",
         description=(
             "List the prefixes that a file of engine.save holds, or compute all of them again and compare every page "
             "and checkpoint: bit by bit where the file was made in deterministic mode on such a machine, else within "
-            "rounding. States are reproducible, so a file need not be trusted."
+            "rounding. States are reproducible, so a file need not be trusted. Of the folder of a disk tier every copy "
+            "is compared with its checksum; --fix drops what is wrong."
         ),
         add_arguments=add_cache,
     ),

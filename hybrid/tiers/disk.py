@@ -16,16 +16,24 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from hybrid.tiers.directory import RECOVERABLE
+from hybrid.tiers.folder import (
+    DATA_ALIGNMENT,
+    RECOVERABLE,
+    CacheFolder,
+    DamagedError,
+    Origin,
+    Pending,
+    Place,
+    UnusableError,
+    VersionError,
+    WrongCopyError,
+)
 from hybrid.tiers.health import FULL, DiskCounts, Health
-from hybrid.tiers.index import Index, Place
-from hybrid.tiers.manifest import DamagedError
+from hybrid.tiers.index import Index, mean
 from hybrid.tiers.process_lock import FORKED, ProcessLock
 from hybrid.tiers.rate import Cost
-from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted, WrongCopyError
+from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted
 from hybrid.tiers.savings import WORTHLESS, Savings
-from hybrid.tiers.segment import DATA_ALIGNMENT
-from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import CHECKPOINT, AtHand, Contents, Name, Note, Offer, Reading, UnavailableError
 from hybrid.tiers.worker import Worker, ended_within
@@ -106,13 +114,13 @@ class DiskTier:
         self._grows_at = 0.0
         self._is_closed = False
         self._late: Buffer | None = None
-        self._session: Session | None = None  # used by the writer's thread, once it runs
+        self._folder: CacheFolder | None = None  # used by the writer's thread, once it runs
         self._writer = Worker("hybrid disk writer", self._idle, WRITTEN_AFTER)
         self.reader: Reader = Reader()
-        opening = self._writer.submit(partial(self._change, lambda session: None))
+        opening = self._writer.submit(partial(self._change, lambda folder: None))
         if not ended_within(START_SECONDS, opening):
             with self._lock:
-                if self._session is None:  # else it has answered just now
+                if self._folder is None:  # else it has answered just now
                     self._health.failed(TimeoutError(f"no answer within {START_SECONDS:.0f} seconds"))
 
     # What it holds
@@ -214,7 +222,7 @@ class DiskTier:
     def _has_room(self, num_bytes: int, value: float) -> bool:
         if not self._index.ranking.has_room(num_bytes, value, self._pending_bytes):
             return False
-        is_read_only = self._session is not None and self._session.read_only  # None: the writer opens it again
+        is_read_only = self._folder is not None and self._folder.read_only  # None: the writer opens it again
         if is_read_only or self._health.is_paused or self._is_behind(num_bytes):
             self.counts.bytes_refused += num_bytes
             return False
@@ -256,14 +264,14 @@ class DiskTier:
 
     def _begin(self, names: Sequence[Name], begin: Begin) -> Reading:
         with self._lock:
-            session = self._session
+            folder = self._folder
             wanted = [self._wanted(name) for name in names]
         at_hand = [want for want in wanted if not isinstance(want, Wanted)]
-        if session is None or len(at_hand) == len(wanted):
+        if folder is None or len(at_hand) == len(wanted):
             return AtHand(at_hand)
         if self._late is not None and not self._late.is_done:
             raise UnavailableError("the disk has not answered yet to an earlier request")
-        return begin(session.store, wanted, self._refusal)
+        return begin(folder.store, wanted, self._refusal)
 
     def _wanted(self, name: Name) -> Wanted | Contents:
         """Where a copy is; its contents, if it waits for the writer."""
@@ -314,7 +322,7 @@ class DiskTier:
             for _, name in gone:
                 self._index.forget(name)
         if gone:
-            self._writer.submit(partial(self._change, lambda session: session.remove_copies(gone)))
+            self._writer.submit(partial(self._change, lambda folder: folder.remove_copies(gone)))
         return len(gone)
 
     def clear(self) -> None:
@@ -331,7 +339,7 @@ class DiskTier:
             for number, _ in gone:
                 self._index.remove(number)
         if gone:
-            self._writer.submit(partial(self._change, lambda session: session.remove(gone)))
+            self._writer.submit(partial(self._change, lambda folder: folder.remove(gone)))
 
     def close(self, seconds: float = 60.0) -> None:
         """Write what waits, and end the threads. Another `close` does nothing.
@@ -353,53 +361,56 @@ class DiskTier:
 
     def _open(self) -> None:
         """Open the directory, and learn what is in it."""
-        session = Session(self._path, self._origin, self._open_store)
+        folder = CacheFolder(self._path, self._origin, self._open_store)
         index = Index(self.num_bytes, self._savings, self.cost)
         try:
-            self._savings.reuse.learn(session.reuse())
-            session.load(index)
+            self._savings.reuse.learn(folder.reuse())
+            for arrival in folder.load():
+                index.add(arrival, None)
         except BaseException:
-            session.close()
+            folder.close()
             raise
         with self._lock:
             index.take_waiting(self._index)
-            self._index, self._session = index, session
-        self.report = session.report
+            self._index, self._folder = index, folder
+        self.report = folder.report
         for line in self.report:
             logger.warning("%s: %s", self._path, line)
 
-    def _opened(self) -> Session:
+    def _opened(self) -> CacheFolder:
         """The directory; it is opened again where it was removed or had failed."""
-        if self._session is not None and not self._session.is_current:
+        if self._folder is not None and not self._folder.is_current:
             self._leave()
-        if self._session is None:
+        if self._folder is None:
             self._open()
             self._health.works()
-        assert self._session is not None
-        return self._session
+        assert self._folder is not None
+        return self._folder
 
     def _leave(self) -> None:
         """Close the directory. What is in it is not known any more."""
         with self._lock:
-            session, self._session = self._session, None
+            folder, self._folder = self._folder, None
             former, self._index = self._index, Index(self.num_bytes, self._savings, self.cost)
             self._index.take_waiting(former)
-        if session is not None:
+        if folder is not None:
             with suppress(*RECOVERABLE):
-                self._teach(session)
-            session.close()
+                self._teach(folder)
+            folder.close()
 
-    def _teach(self, session: Session) -> None:
+    def _teach(self, folder: CacheFolder) -> None:
         """Write what was learned of the reuse of copies."""
-        if not session.read_only and (news := self._savings.reuse.take_news()):
-            session.add_reuse(news)
+        if not folder.read_only and (news := self._savings.reuse.take_news()):
+            folder.add_reuse(news)
 
     def _failed(self, error: BaseException) -> None:
         """The directory failed: nothing is written for a while."""
         self.counts.num_failures += 1
         self._health.failed(error)
         logger.warning("%s: %s", self._path, self._health.failure)
-        if isinstance(error, sqlite3.Error | DamagedError):
+        if isinstance(error, UnusableError) and not isinstance(error, VersionError):
+            self._health.ends()
+        elif isinstance(error, sqlite3.Error | DamagedError):
             self._leave()
         elif isinstance(error, OSError) and error.errno in FULL:
             with self._lock:  # there is less than was asked for: from now on something must go for what comes
@@ -418,30 +429,30 @@ class DiskTier:
         """Nothing was offered for a while."""
         if not self._health.is_paused:
             self._grow()
-            self._change(lambda session: None)
+            self._change(lambda folder: None)
             self._submit_batch()
 
-    def _change(self, change: Callable[[Session], None]) -> None:
+    def _change(self, change: Callable[[CacheFolder], None]) -> None:
         """Change the manifest, and catch up with other processes."""
         try:
-            session = self._opened()
-            if not session.read_only:
-                change(session)
-                self._teach(session)
-            self._catch_up(session)
+            folder = self._opened()
+            if not folder.read_only:
+                change(folder)
+                self._teach(folder)
+            self._catch_up(folder)
         except RECOVERABLE as error:
             self._failed(error)
 
-    def _catch_up(self, session: Session) -> None:
+    def _catch_up(self, folder: CacheFolder) -> None:
         """Learn what other processes have changed."""
         with self._lock:
             known = set(self._index.segments)
-        came, went = session.news(known)
+        came, went = folder.news(known)
         with self._lock:
             for arrival in came:
-                arrival.enter(self._index)
+                self._index.add(arrival, None)
             files = [file for number in went if (file := self._index.remove(number)) is not None]
-        session.unlink(files)
+        folder.unlink(files)
 
     def _write(self, names: list[Name], epoch: int) -> None:
         """Write copies that wait, unless all was cleared since: that is on the disk until a later job."""
@@ -464,26 +475,27 @@ class DiskTier:
 
     def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> bool:
         """Write copies. False: nothing was written, since what is there is worth more, or has them already."""
-        session = self._opened()
-        self._catch_up(session)
+        folder = self._opened()
+        self._catch_up(folder)
         with self._lock:  # another process may have written some of them
             pending = [(name, copy) for name, copy in pending if name not in self._index.places]
         if not pending:
             return False
-        arrival = session.put(pending, lambda num_bytes, value: self._make_free(session, num_bytes, value, epoch))
+        values = [(copy.value, len(copy.contents)) for _, copy in pending]
+        arrival = folder.put(pending, lambda size: self._make_free(folder, size, mean(values, size), epoch))
         if arrival is None:
-            self._catch_up(session)  # another process may have written all of it meanwhile
+            self._catch_up(folder)  # another process may have written all of it meanwhile
             return False
         self.bytes_written += arrival.row.num_bytes
         with self._lock:
             is_wanted = epoch == self._epoch
             if is_wanted:
-                arrival.enter(self._index)
+                self._index.add(arrival, mean(values, arrival.row.num_bytes))
         if not is_wanted:  # all was cleared meanwhile
-            session.remove([(arrival.row.id, arrival.row.file)])
+            folder.remove([(arrival.row.id, arrival.row.file)])
         return True
 
-    def _make_free(self, session: Session, num_bytes: int, value: float, epoch: int) -> bool:
+    def _make_free(self, folder: CacheFolder, num_bytes: int, value: float, epoch: int) -> bool:
         """Drop segments that are worth less, so that `num_bytes` fit. False: too few are, or all was cleared."""
         with self._lock:
             if epoch != self._epoch:
@@ -496,5 +508,5 @@ class DiskTier:
             self.counts.bytes_dropped += before - ranking.bytes_used
             gone = [(number, file) for number in dropped if (file := self._index.remove(number)) is not None]
         if gone:
-            session.remove(gone)
+            folder.remove(gone)
         return True

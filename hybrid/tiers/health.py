@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import time
 from dataclasses import dataclass
 
@@ -49,6 +50,10 @@ class Health:
         self.failure = f"{type(error).__name__}: {error!s:.200}"
         self._resumes_at = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, MAX_PAUSE)
+
+    def ends(self) -> None:
+        """It will never work: it is not tried again."""
+        self._resumes_at = math.inf
 
     def works(self) -> None:
         """Something did not fail."""

@@ -6,37 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hybrid.tiers.manifest import SegmentRow
+from hybrid.tiers.folder import Arrival, Place
 from hybrid.tiers.needs import Needs
 from hybrid.tiers.ranking import Ranking
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.savings import WORTHLESS, Savings
-from hybrid.tiers.segment import Span
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Name, Note, Offer
 
 REFRESHED = 16
 """Segments whose values are asked for again at a time: of those that were used, and a sample of as many."""
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """Where a copy is.
-
-    Attributes:
-        segment: the number of its segment.
-        span: its bytes there.
-        text: its note as it was written, which its checksum covers.
-        note: of a checkpoint.
-        above: of a page, the name of the page before it; None: there is none, or it is not known.
-        is_earlier: it is of another process, or an earlier one, and has not been used in this one.
-    """
-
-    segment: int
-    span: Span
-    text: str
-    note: Note | None
-    above: bytes | None = None
-    is_earlier: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -99,14 +77,16 @@ class Index:
         self._savings = savings
         self._cost = cost
 
-    def add(self, row: SegmentRow, origin: str, copies: Iterable[tuple[Name, Place]], value: float | None) -> None:
+    def add(self, arrival: Arrival, value: float | None) -> None:
         """A segment is on the disk. Copies that are elsewhere too stay where they were found first.
 
         Args:
             value: per byte; None: it is not known yet.
         """
-        held = self.segments[row.id] = Held(row.file, origin, row.num_bytes)
-        for name, place in copies:
+        row = arrival.row
+        held = self.segments[row.id] = Held(row.file, arrival.origin, row.num_bytes)
+        self.foreign.update(arrival.foreign)
+        for name, place in arrival.copies:
             if name not in self.places:
                 self.places[name] = place
                 held.names.add(name)
@@ -117,7 +97,7 @@ class Index:
                 self.num_checkpoints += 1
                 if not self.needs.has_checkpoint(digest):
                     self.needs.add(self._upward(digest))
-        self.ranking.add(row.id, row.num_bytes, value)
+        self.ranking.add(row.id, row.num_bytes, value if arrival.origin else WORTHLESS)
 
     def _upward(self, name: bytes | None) -> Iterator[bytes]:
         """The names of a page and of those before it, as far as they are known."""

@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybrid.errors import HybridError
-from hybrid.tiers.index import Place
+from hybrid.tiers.folder import Place, read_copy
 from hybrid.tiers.process_lock import FORKED, ProcessLock
-from hybrid.tiers.segment import checksum
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import Contents, Name, UnavailableError
 from hybrid.tiers.worker import Worker
@@ -31,25 +29,6 @@ class Wanted:
     file: str
     origin: str
     place: Place
-
-
-class WrongCopyError(HybridError):
-    """A copy on disk is not what was written."""
-
-
-def read_copy(store: Store, wanted: Wanted) -> Contents:
-    """Read a copy, and check it.
-
-    Raises:
-        WrongCopyError: it is not what was written.
-        OSError, EOFError: it cannot be read.
-    """
-    span = wanted.place.span
-    contents = bytearray(span.num_bytes)
-    store.get_into(wanted.file, span.start, memoryview(contents))
-    if checksum(wanted.origin, wanted.name, wanted.place.text, contents) != span.checksum:
-        raise WrongCopyError("a copy on disk is damaged")
-    return contents
 
 
 class Buffer:
@@ -283,7 +262,8 @@ class Reader:
         while (buffer := self._next()) is not None:
             contents, error = None, None
             try:
-                contents = read_copy(buffer.store, buffer.wanted)
+                want = buffer.wanted
+                contents = read_copy(buffer.store, want.file, want.origin, want.name, want.place)
             except Exception as failure:
                 error = failure
             with self._changed:

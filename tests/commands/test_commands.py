@@ -477,9 +477,18 @@ def test_a_directory_is_listed(
     assert main(["cache", "show", str(path)]) == 0
     assert ("'tenant'" in capsys.readouterr().out) == readable
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert run_json(capsys, "cache", "check", str(path))[1]["wrong"] == []
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert (status, len(result["wrong"])) == (1, 1)
+    assert run_json(capsys, "cache", "check", str(path), "--fix")[0] == 0
+    assert run_json(capsys, "cache", "check", str(path))[0] == 0
     (path / "manifest.sqlite").write_bytes(b"nothing")
     assert main(["cache", "show", str(path)]) == 2
-    assert "is not a usable directory of cached prefixes" in capsys.readouterr().err
+    assert "is not a usable folder of cached prefixes" in capsys.readouterr().err
 
 
 def assert_right(path: Path, capsys: pytest.CaptureFixture[str], at_least: int = 2) -> None:

@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 from hybrid.tiers.disk import DiskTier
+from hybrid.tiers.folder import Origin
 from hybrid.tiers.rate import Rate
 from hybrid.tiers.reuse import Reuse
 from hybrid.tiers.savings import Savings
-from hybrid.tiers.session import Origin
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import Contents, Name, Note, Offer, UnavailableError
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.tier import Note, Offer, UnavailableError
 from support.disks import (
     LIMIT,
-    FaultyStore,
     contents_of,
     count_right,
     digest,
@@ -62,18 +62,40 @@ def test_a_copy_that_is_there_is_not_written_again_nor_by_the_next_life(tmp_path
 
 
 def test_what_another_process_writes_at_the_same_time_is_there_once(tmp_path: Path) -> None:
-    store = FaultyStore()
-    first, second = tier_at(tmp_path), tier_at(tmp_path, open_store=store)
+    first, second = tier_at(tmp_path), tier_at(tmp_path)
     for tier in (first, second):
         for number in range(6):
             assert offer(tier, number)
-    store.first["put_from"] = first.flush
-    assert second.flush() and store.calls.count("put_from") == 1
+    threads = [threading.Thread(target=tier.flush) for tier in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(segments(tmp_path)) == 1
     assert count_right(second, range(6)) == count_right(first, range(6)) == 6
     for tier in (first, second):
         assert tier.violations() == []
         tier.close()
+
+
+def test_a_folder_of_the_format_before_is_read(tmp_path: Path) -> None:
+    """It had a journal in place of the log, and locks of its processes."""
+    tier = tier_at(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    db = sqlite3.connect(tmp_path / "manifest.sqlite")
+    (file,) = segments(tmp_path)
+    file.rename(tmp_path / f"{'ab' * 8}-1.safetensors")
+    db.execute("UPDATE segments SET file = ?", (f"{'ab' * 8}-1.safetensors",))
+    db.commit()
+    assert db.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
+    db.close()
+    for name in ("start.lock", f"{'cd' * 8}.lock"):
+        (tmp_path / name).touch()
+    tier = tier_at(tmp_path)
+    assert (count_right(tier, range(6)), tier.report) == (6, [])
+    assert not [*tmp_path.glob("*.lock")]
+    tier.close()
 
 
 def test_segments_are_safetensors_with_aligned_contents(tmp_path: Path) -> None:
@@ -208,14 +230,14 @@ def test_a_directory_that_others_could_use_is_closed_to_them(tmp_path: Path) -> 
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_tier_that_is_freed_ends_its_threads_and_its_lock(tmp_path: Path) -> None:
+def test_a_tier_that_is_freed_ends_its_threads_and_leaves_only_what_is_named(tmp_path: Path) -> None:
     tier = tier_at(tmp_path)
     fill(tier, range(3))
     tier.close()
     tier.close()
     assert not tier.flush()
     assert not offer(tier, 9)
-    assert [*tmp_path.glob("[0-9a-f]*.lock")] == []
+    assert {file.suffix for file in tmp_path.iterdir()} == {".sqlite", ".safetensors"}
 
 
 def test_a_fetch_of_what_is_not_there_says_so(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Copies on disk when the disk lies, fails, fills up or is slow: a copy less, never a wrong one and never an error."""
 
 import errno
-import fcntl
 import os
 import shutil
 import sqlite3
@@ -14,7 +13,7 @@ from random import Random
 
 import pytest
 
-from hybrid.tiers.manifest import FORMAT
+from hybrid.tiers.folder import FORMAT, check_folder
 from hybrid.tiers.store import DirectoryStore
 from hybrid.tiers.tier import Contents, UnavailableError
 from support.disks import FaultyStore, contents_of, count_right, fetch, fetched, fill, name_of, offer, tier_at, works
@@ -38,7 +37,7 @@ def written(path: Path) -> None:
 
 
 def segments(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors"))
+    return sorted(path.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
 
 
 # Bits
@@ -213,6 +212,61 @@ def test_an_older_version_of_the_package_is_another_model(tmp_path: Path) -> Non
     works(tier)
 
 
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs"])
+def test_a_folder_on_a_network_is_left_out_and_said_once(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    mounts = tmp_path / "mounts"
+    here = str(tmp_path).replace(" ", "\\040")
+    mounts.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda rw\n35 22 0:29 / {here} rw shared:1 - {kind} host:/x rw\n")
+    monkeypatch.setattr("hybrid.tiers.folder.MOUNTS", mounts)
+    tier = tier_at(tmp_path / "cache")
+    for number in NUMBERS:
+        assert not offer(tier, number)
+    assert tier.flush()
+    assert tier.failure is not None and f"it is on a network ({kind})" in tier.failure
+    assert f"on a network ({kind})" in tier.why_missing(name_of(0))
+    assert len(caplog.records) == 1
+    assert [*(tmp_path / "cache").iterdir()] == []
+    tier.close()
+
+
+def test_a_manifest_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "manifest.sqlite")
+    db.execute("CREATE TABLE songs(title TEXT)")
+    db.close()
+    before = (tmp_path / "manifest.sqlite").read_bytes()
+    tier = tier_at(tmp_path)
+    assert tier.failure is not None and "of another program" in tier.failure
+    assert not offer(tier, 0)
+    tier.close()
+    assert (tmp_path / "manifest.sqlite").read_bytes() == before
+
+
+def test_what_is_wrong_in_a_folder_is_found_and_mended(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert check_folder(tmp_path) == (len(NUMBERS), [])
+    first, second, *_ = segments(tmp_path)
+    data = bytearray(first.read_bytes())
+    data[4096] ^= 1
+    first.write_bytes(data)
+    second.unlink()
+    (tmp_path / f"{'ab' * 8}.safetensors").write_bytes(b"an orphan")
+    before = sorted(file.name for file in tmp_path.iterdir())
+    right, wrong = check_folder(tmp_path)
+    assert 0 < right < len(NUMBERS)
+    text = "\n".join(wrong)
+    assert f"{first.name}: the " in text and "a copy on disk is damaged" in text
+    assert f"{second.name}: it is missing" in text
+    assert f"{'ab' * 8}.safetensors: no copy in it is known" in text
+    assert sorted(file.name for file in tmp_path.iterdir()) == before, "nothing is changed"
+    assert check_folder(tmp_path, fix=True)[0] == right
+    assert check_folder(tmp_path) == (right, [])
+    tier = tier_at(tmp_path)
+    assert (count_right(tier, NUMBERS), tier.counts.num_damaged, tier.report) == (right, 0, [])
+    works(tier)
+
+
 # Clocks
 
 
@@ -324,19 +378,20 @@ def test_a_directory_that_hangs_delays_the_start_for_a_while_and_is_used_when_it
     works(tier)
 
 
-def test_a_process_that_was_stopped_while_it_started_stops_no_other(
+def test_a_process_that_was_stopped_while_it_wrote_stops_no_reader(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path)
-    monkeypatch.setattr("hybrid.tiers.directory.BUSY_SECONDS", 0.05)
-    with (tmp_path / "start.lock").open() as stopped:
-        fcntl.flock(stopped, fcntl.LOCK_EX)
-        tier = tier_at(tmp_path)
-        assert tier.failure is not None and "another process that starts there" in tier.failure
-    assert tier.flush()
+    monkeypatch.setattr("hybrid.tiers.folder.BUSY_SECONDS", 0.05)
+    stopped = sqlite3.connect(tmp_path / "manifest.sqlite", isolation_level=None)
+    stopped.execute("BEGIN IMMEDIATE")
+    tier = tier_at(tmp_path)
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
     offer(tier, 999)
     assert tier.flush()
+    assert tier.failure is not None and "another process that writes there" in tier.failure
     assert count_right(tier, NUMBERS) == len(NUMBERS)
+    stopped.close()
     works(tier)
 
 

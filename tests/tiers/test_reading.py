@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from hybrid.tiers import reading
-from hybrid.tiers.index import Place
+from hybrid.tiers.folder import Place, Span, checksum
 from hybrid.tiers.reading import BufferedReading, Reader, Wanted
-from hybrid.tiers.segment import Span, checksum
 from hybrid.tiers.tier import Contents, UnavailableError
 
 SIZE = 100
