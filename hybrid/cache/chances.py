@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hybrid.tiers.reuse import Reuse
+from hybrid.tiers.value import Reuse
 from hybrid.tree.node import NodeUsage
 
 MAX_HITS = 3

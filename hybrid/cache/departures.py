@@ -16,9 +16,9 @@ from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.savings import Savings
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, clear_inconsistent
-from hybrid.tree.node import Kind, Node, NodeUsage, Root
+from hybrid.tiers.value import Savings
+from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
 
 
@@ -85,9 +85,8 @@ class Departures:
         self._is_ending = False
 
     def follow(self, tree: Tree) -> None:
-        """Its policy says how likely hits are on what is kept."""
+        """Offer what this tree evicts."""
         self._tree = tree
-        self._savings.follow(self)
 
     def discard(self, is_discarding: bool) -> None:
         """Whether what is evicted from now on is to be forgotten."""
@@ -143,21 +142,6 @@ class Departures:
         if not isinstance(error, UnreadableError):
             clear_inconsistent(self._tiers)
 
-    # What the policy says (`Judge`)
-
-    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
-        """See `Judge.worth`."""
-        assert self._tree is not None
-        return self._tree.value_per_byte(note.usage, note.end, tokens_saved, num_bytes)
-
-    def known(self, note: Note) -> Note:
-        """See `Judge.known`."""
-        assert self._tree is not None
-        kind = Kind(note.kind) if note.kind in [*Kind] else Kind.BRANCH
-        usage = self._tree.new_usage(kind, note.turn, note.namespace)
-        usage.raise_priority(note.priority)
-        return replace(note, usage=usage)
-
     # What is offered
 
     def _offer(self, leaver: Leaver) -> bool:
@@ -171,7 +155,7 @@ class Departures:
         is_certain = self._is_ending or leaver.is_asked
         is_worth_it, value = True, None
         if leaver.note is not None:
-            is_worth_it = self._savings.pays(leaver.note, tier.cost, is_certain)
+            is_worth_it = self._savings.is_worth_copying(leaver.note, tier.cost, is_certain)
             value = partial(self._savings.value, leaver.note, tier.cost)
         read = leaver.read if tier is self._host else partial(self._whole, leaver.read)
         return Offer(leaver.name, leaver.num_bytes, read, leaver.note, is_worth_it, value, leaver.path())
@@ -188,7 +172,7 @@ class Departures:
             has_below: others continue from it then.
         """
         note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
-        return any(self._savings.pays(note, tier.cost, self._is_ending) for tier in self._tiers)
+        return any(self._savings.is_worth_copying(note, tier.cost, self._is_ending) for tier in self._tiers)
 
     # What a tier drops, or a file brings
 
@@ -202,7 +186,7 @@ class Departures:
     def let_all_go(self) -> None:
         """What host memory holds goes to disk, where it is worth it."""
         if self._host is not None and self._disk is not None:
-            self._host.let_all_go()
+            self._host.drop_all()
             self._pass_on(self._host, self._disk)
 
     def keep(self, boundary: Boundary, num_tokens: int) -> bool:

@@ -22,10 +22,8 @@ from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
 from hybrid.tiers.folder import Origin
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.rate import Rate
-from hybrid.tiers.reuse import Reuse
-from hybrid.tiers.savings import Savings
 from hybrid.tiers.tier import CHECKPOINT, Name, Tier
+from hybrid.tiers.value import Rate, Reuse, Savings
 from hybrid.tree.node import Node
 from hybrid.units import format_bytes
 

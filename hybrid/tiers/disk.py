@@ -7,18 +7,23 @@ copy less, never an error.
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from hybrid.tiers.folder import (
     DATA_ALIGNMENT,
     RECOVERABLE,
+    Arrival,
     CacheFolder,
     DamagedError,
     Origin,
@@ -28,15 +33,11 @@ from hybrid.tiers.folder import (
     VersionError,
     WrongCopyError,
 )
-from hybrid.tiers.health import FULL, DiskCounts, Health
-from hybrid.tiers.index import Index, mean
-from hybrid.tiers.process_lock import FORKED, ProcessLock
-from hybrid.tiers.rate import Cost
-from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted
-from hybrid.tiers.savings import WORTHLESS, Savings
+from hybrid.tiers.reader import Begin, Buffer, BufferedReading, Reader, Wanted
 from hybrid.tiers.store import DirectoryStore, Store
-from hybrid.tiers.tier import CHECKPOINT, AtHand, Contents, Name, Note, Offer, Reading, UnavailableError
-from hybrid.tiers.worker import Worker, ended_within
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Reading, ReadyReading, UnavailableError
+from hybrid.tiers.value import WORTHLESS, Cost, EvictionOrder, PageRefCounts, Savings
+from hybrid.tiers.worker import FORKED, ProcessLock, Worker, ended_within
 
 READ_LATENCY, READ = 5e-4, 1e-9
 """Seconds per restore, and per byte restored, that are assumed until they are measured."""
@@ -56,7 +57,230 @@ START_SECONDS = 10.0
 GROWN_AFTER = 60.0  # seconds
 """A disk that was full is tried with more again after this."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that has no more room."""
+
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0
+"""Seconds without an attempt after a failure, and after many."""
+
 logger = logging.getLogger("hybrid.tiers")
+
+
+@dataclass
+class DiskCounts:
+    """What a disk did.
+
+    Attributes:
+        num_failures: writes and reads that failed.
+        num_damaged: copies that were not what was written.
+        num_late: reads that took longer than computing.
+        bytes_refused: bytes that were worth keeping, and came while the disk failed or was behind.
+        bytes_dropped: of segments that were dropped because others are worth more.
+    """
+
+    num_failures: int = 0
+    num_damaged: int = 0
+    num_late: int = 0
+    bytes_refused: int = 0
+    bytes_dropped: int = 0
+
+
+class Health:
+    """Whether the directory works: after a failure it is left alone for a while, longer each time.
+
+    Attributes:
+        failure: what failed last; None: it works.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._resumes_at = 0.0
+        self._pause = FIRST_PAUSE
+
+    def failed(self, error: BaseException) -> None:
+        """Something failed."""
+        self.failure = f"{type(error).__name__}: {error!s:.200}"
+        self._resumes_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+
+    def ends(self) -> None:
+        """It will never work: it is not tried again."""
+        self._resumes_at = math.inf
+
+    def works(self) -> None:
+        """Something did not fail."""
+        self.failure, self._pause = None, FIRST_PAUSE
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is too early for another attempt."""
+        return self.failure is not None and time.monotonic() < self._resumes_at
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A segment that is on the disk.
+
+    Attributes:
+        file: its name.
+        origin: the digest of its fingerprint; empty: its copies cannot be used.
+        num_bytes: its size.
+        value: the mean of its copies.
+        names: of its copies that are in use.
+    """
+
+    file: str
+    origin: str
+    num_bytes: int
+    value: float = WORTHLESS
+    names: set[Name] = field(default_factory=set)
+
+
+class Holdings:
+    """The copies of a folder by name, as this process knows them, and the order of segments, which are dropped as a
+    whole. The value of a segment is the mean of its copies', by bytes; that of a page is that of the checkpoint that it
+    was written for.
+
+    Args:
+        savings: the rule by which copies are worth something.
+        cost: of a restore.
+
+    Attributes:
+        bytes_used: bytes of the segments.
+        num_checkpoints: those of `places`.
+        places: where the copies are.
+        segments: by number.
+        order: of the segments.
+        foreign: why checkpoints cannot be used, of those of another model or version.
+        waiting: copies that wait for the writer.
+        refs: the pages that checkpoints need, those too that wait.
+    """
+
+    def __init__(self, savings: Savings, cost: Cost) -> None:
+        self.bytes_used: int = 0
+        self.num_checkpoints: int = 0
+        self.places: dict[Name, Place] = {}
+        self.segments: dict[int, Held] = {}
+        self.order: EvictionOrder[int] = EvictionOrder()
+        self.foreign: dict[Name, str] = {}
+        self.waiting: dict[Name, Pending] = {}
+        self.refs: PageRefCounts = PageRefCounts()
+        self._values: dict[Name, float] = {}
+        self._savings = savings
+        self._cost = cost
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places or name in self.waiting
+
+    def value(self, name: Name) -> float:
+        """The value of a copy: see `Savings.value`."""
+        return self._values.get(name, WORTHLESS) if name[0] == CHECKPOINT or name[1] in self.refs else WORTHLESS
+
+    def add(self, arrivals: Iterable[Arrival]) -> None:
+        """Learn of segments, oldest first. Copies that are elsewhere too stay where they were found first."""
+        new: list[tuple[int, Held]] = []
+        for row, origin, copies, foreign in arrivals:
+            held = self.segments[row.id] = Held(row.file, origin, row.num_bytes)
+            new.append((row.id, held))
+            self.bytes_used += row.num_bytes
+            self.foreign.update(foreign)
+            for name, place in copies:
+                if name not in self.places:
+                    self.places[name] = place
+                    self.num_checkpoints += name[0] == CHECKPOINT
+                    held.names.add(name)
+        for _, held in new:  # with the pages of all
+            for name in held.names:
+                place = self.places[name]
+                if name[0] == PAGE:
+                    self.extend(name[1], self._upward(place.above))
+                elif place.note is not None and not self.refs.has_checkpoint(name[1]):
+                    self.count(name[1], place.note, self._upward(name[1]))
+        for number, held in new:
+            worth = [value * self.places[name].span.num_bytes for name in held.names if (value := self.value(name)) > 0]
+            held.value = sum(worth) / max(1, held.num_bytes) if worth else WORTHLESS
+            self.order.use(number, held.value)
+
+    def count(self, name: bytes, note: Note, path: Iterable[bytes]) -> None:
+        """Count the pages that a checkpoint needs.
+
+        Args:
+            path: their names, the last first.
+        """
+        added = self.refs.add(path)
+        value = self._values[CHECKPOINT, name] = self._savings.value(note, self._cost, len(added))
+        self._values.update({(PAGE, page): value for page in added})
+
+    def extend(self, name: bytes, path: Iterable[bytes]) -> None:
+        """Count the pages before one that is needed, if they were not known.
+
+        Args:
+            path: their names, the last first.
+        """
+        value = self.value((PAGE, name))
+        self._values.update({(PAGE, page): value for page in self.refs.extend(name, path)})
+
+    def _upward(self, name: bytes | None) -> Iterable[bytes]:
+        """The names of a page and of those before it, as far as they are known."""
+        while name is not None:
+            yield name
+            place = self.places.get((PAGE, name))
+            name = place.above if place is not None else None
+
+    def settle(self, name: Name, pending: Pending) -> None:
+        """A copy does not wait any more: it was written, or is not kept."""
+        if self.waiting.get(name) is pending:
+            del self.waiting[name]
+            self._lost(name)
+
+    def remove(self, segment: int) -> str | None:
+        """Forget a segment. Returns its file; None: it is not known."""
+        held = self.segments.pop(segment, None)
+        if held is None:
+            return None
+        self.order.discard(segment)
+        self.bytes_used -= held.num_bytes
+        for name in held.names:
+            del self.places[name]
+            self.num_checkpoints -= name[0] == CHECKPOINT
+            self._lost(name)
+        return held.file
+
+    def forget(self, name: Name) -> None:
+        """Forget one copy. Its segment stays."""
+        self.segments[self.places.pop(name).segment].names.remove(name)
+        self.num_checkpoints -= name[0] == CHECKPOINT
+        self._lost(name)
+
+    def _lost(self, name: Name) -> None:
+        if name[0] == CHECKPOINT and name not in self and self.refs.has_checkpoint(name[1]):
+            self._values.pop(name, None)
+            for page, _ in self.refs.remove(name[1]):
+                self._values.pop((PAGE, page), None)
+
+    def take_waiting(self, former: Holdings) -> None:
+        """Take over what waits for the writer from another, whose place this one takes."""
+        for name, pending in former.waiting.items():
+            self.waiting[name] = pending
+            if pending.note is not None and not self.refs.has_checkpoint(name[1]):
+                self.count(name[1], pending.note, former.refs.upward(name[1]))
+
+    def violations(self) -> list[str]:
+        """What is wrong with its bookkeeping, for the audit."""
+        noted = {name for (kind, name), place in self.places.items() if kind == CHECKPOINT and place.note is not None}
+        wrong = self.refs.violations(noted | {name for kind, name in self.waiting if kind == CHECKPOINT})
+        if set(self.order) != set(self.segments):
+            wrong.append("a segment on disk would never be dropped")
+        if sum(held.num_bytes for held in self.segments.values()) != self.bytes_used:
+            wrong.append(f"the disk counts {self.bytes_used} bytes, which is wrong")
+        named = [name for held in self.segments.values() for name in held.names]
+        if len(named) != len(self.places) or set(named) != set(self.places):
+            wrong.append("copies on disk are not those of its segments")
+        if any(name not in self.segments[place.segment].names for name, place in self.places.items()):
+            wrong.append("a copy on disk is in another segment than it says")
+        if sum(kind == CHECKPOINT for kind, _ in self.places) != self.num_checkpoints:
+            wrong.append(f"the disk counts {self.num_checkpoints} checkpoints, which is wrong")
+        return wrong
 
 
 class DiskTier:
@@ -102,14 +326,14 @@ class DiskTier:
         self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
         self._max_pending_bytes = max(4, min(MAX_PENDING_BYTES, num_bytes // 4))
         self._lock = ProcessLock()  # of all that follows
-        self._index = Index(num_bytes, savings, self.cost)
-        self._pending: dict[Name, Pending] = {}
+        self._holdings = Holdings(savings, self.cost)
         self._pending_bytes = 0
         self._batch: list[Name] = []
         self._batch_bytes = 0
         self._epoch = 0
         self._health = Health()
         self._patient_until = 0.0
+        self.num_bytes: int = num_bytes
         self._max_bytes = num_bytes
         self._grows_at = 0.0
         self._is_closed = False
@@ -126,35 +350,31 @@ class DiskTier:
     # What it holds
 
     def __contains__(self, name: object) -> bool:
-        return name in self._index.places or name in self._pending
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it may hold."""
-        return self._index.ranking.num_bytes
+        return name in self._holdings
 
     @property
     def bytes_used(self) -> int:
         """Bytes of its files, those of other processes and models too."""
-        return self._index.ranking.bytes_used
+        return self._holdings.bytes_used
 
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints that it holds, those too that wait for the writer."""
         with self._lock:
-            return self._index.num_checkpoints + sum(kind == CHECKPOINT for kind, _ in self._pending)
+            return self._holdings.num_checkpoints + sum(kind == CHECKPOINT for kind, _ in self._holdings.waiting)
 
     @property
     def num_pages(self) -> int:
         """Pages that it holds, likewise."""
         with self._lock:
-            pending = sum(kind != CHECKPOINT for kind, _ in self._pending)
-            return len(self._index.places) - self._index.num_checkpoints + pending
+            waiting = sum(kind != CHECKPOINT for kind, _ in self._holdings.waiting)
+            return len(self._holdings.places) - self._holdings.num_checkpoints + waiting
 
     @property
     def is_empty(self) -> bool:
         """See `Tier.is_empty`."""
-        return not (self._index.num_checkpoints or self._index.foreign or self._pending or self.failure)
+        held = self._holdings
+        return not (held.num_checkpoints or held.foreign or held.waiting or self.failure)
 
     @property
     def failure(self) -> str | None:
@@ -164,21 +384,22 @@ class DiskTier:
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
         with self._lock:
-            found = self._pending.get(name) or self._index.places.get(name)
+            found = self._holdings.waiting.get(name) or self._holdings.places.get(name)
             return found.note if found is not None else None
 
     def why_missing(self, name: Name) -> str:
         """See `Tier.why_missing`."""
-        foreign = self._index.foreign.get(name, "")
+        foreign = self._holdings.foreign.get(name, "")
         return foreign if self.failure is None else f"the disk is not used: {self.failure}"
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
         with self._lock:
-            wrong = self._index.violations()
-            if sum(len(pending.contents) for pending in self._pending.values()) != self._pending_bytes:
+            wrong = self._holdings.violations()
+            waiting = self._holdings.waiting
+            if sum(len(pending.contents) for pending in waiting.values()) != self._pending_bytes:
                 wrong.append(f"the disk counts {self._pending_bytes} bytes that wait, which is wrong")
-            if not set(self._batch) <= set(self._pending):
+            if not set(self._batch) <= set(waiting):
                 wrong.append("a copy of the next segment does not wait for the disk")
             return wrong + self.reader.violations()
 
@@ -191,36 +412,38 @@ class DiskTier:
         with self._lock:
             if self._renew(offer):
                 return True
-            if self._is_closed:
-                return False
-            path, value = self._index.appraise(offer)
-            if value == WORTHLESS or not self._has_room(offer.num_bytes, value):
+            is_needed = offer.is_worth_it if offer.note is not None else offer.name[1] in self._holdings.refs
+            if self._is_closed or not is_needed or not self._has_room(offer.num_bytes):
                 return False
         contents = offer.read()
         with self._lock:
-            above = self._index.expect(offer.name, offer.note, path)
-            self._pending[offer.name] = Pending(contents, offer.note, value, above)
+            above: bytes | None = None
+            if offer.note is not None:
+                self._holdings.count(offer.name[1], offer.note, offer.path)
+            elif path := [*islice(offer.path, 1)]:
+                above = path[0]
+                self._holdings.extend(offer.name[1], path)
+            self._holdings.waiting[offer.name] = Pending(contents, offer.note, above)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
         if self._batch_bytes >= self._segment_bytes:
-            with self._lock:
-                self._index.refresh()
             self._submit_batch()
         return True
 
     def _renew(self, offer: Offer) -> bool:
         """Whether there is a copy. It is ranked as if it came now."""
-        found = self._index.places.get(offer.name) or self._pending.get(offer.name)
+        held = self._holdings
+        found = held.places.get(offer.name) or held.waiting.get(offer.name)
         if found is None:
             return False
         found.note = offer.note
         if isinstance(found, Place):
-            self._index.ranking.changed(found.segment)
+            held.order.use(found.segment, held.segments[found.segment].value)
         return True
 
-    def _has_room(self, num_bytes: int, value: float) -> bool:
-        if not self._index.ranking.has_room(num_bytes, value, self._pending_bytes):
+    def _has_room(self, num_bytes: int) -> bool:
+        if num_bytes + self._pending_bytes > self.num_bytes:
             return False
         is_read_only = self._folder is not None and self._folder.read_only  # None: the writer opens it again
         if is_read_only or self._health.is_paused or self._is_behind(num_bytes):
@@ -268,19 +491,19 @@ class DiskTier:
             wanted = [self._wanted(name) for name in names]
         at_hand = [want for want in wanted if not isinstance(want, Wanted)]
         if folder is None or len(at_hand) == len(wanted):
-            return AtHand(at_hand)
+            return ReadyReading(at_hand)
         if self._late is not None and not self._late.is_done:
             raise UnavailableError("the disk has not answered yet to an earlier request")
         return begin(folder.store, wanted, self._refusal)
 
     def _wanted(self, name: Name) -> Wanted | Contents:
         """Where a copy is; its contents, if it waits for the writer."""
-        if name in self._pending:
-            return self._pending[name].contents
-        place = self._index.places.get(name)
+        if name in self._holdings.waiting:
+            return self._holdings.waiting[name].contents
+        place = self._holdings.places.get(name)
         if place is None:
             raise UnavailableError("a copy on disk is not there any more")
-        held = self._index.segments[place.segment]
+        held = self._holdings.segments[place.segment]
         return Wanted(name, held.file, held.origin, place)
 
     def _refusal(self, reading: BufferedReading) -> UnavailableError:
@@ -310,17 +533,21 @@ class DiskTier:
 
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
+        held, earlier = self._holdings, None
         with self._lock:
-            earlier = self._index.used(name)
+            place = held.places.get(name)
+            if place is not None:
+                held.order.use(place.segment, held.segments[place.segment].value)
+                earlier, place.is_earlier = place.note if place.is_earlier else None, False
         if earlier is not None:
             self._savings.reuse.wanted(earlier.group)  # it left the device of another process
 
     def _forget(self, wanted: list[Wanted]) -> int:
         """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""
         with self._lock:
-            gone = [(one.place.segment, one.name) for one in wanted if self._index.places.get(one.name) is one.place]
+            gone = [(one.place.segment, one.name) for one in wanted if self._holdings.places.get(one.name) is one.place]
             for _, name in gone:
-                self._index.forget(name)
+                self._holdings.forget(name)
         if gone:
             self._writer.submit(partial(self._change, lambda folder: folder.remove_copies(gone)))
         return len(gone)
@@ -331,13 +558,12 @@ class DiskTier:
             return
         with self._lock:
             self._epoch += 1
-            for name in self._pending:
-                self._index.settle(name)
-            self._pending.clear()
+            for name, pending in [*self._holdings.waiting.items()]:
+                self._holdings.settle(name, pending)
             self._batch, self._batch_bytes, self._pending_bytes = [], 0, 0
-            gone = [(number, held.file) for number, held in self._index.segments.items() if held.origin]
+            gone = [(number, held.file) for number, held in self._holdings.segments.items() if held.origin]
             for number, _ in gone:
-                self._index.remove(number)
+                self._holdings.remove(number)
         if gone:
             self._writer.submit(partial(self._change, lambda folder: folder.remove(gone)))
 
@@ -362,17 +588,16 @@ class DiskTier:
     def _open(self) -> None:
         """Open the directory, and learn what is in it."""
         folder = CacheFolder(self._path, self._origin, self._open_store)
-        index = Index(self.num_bytes, self._savings, self.cost)
+        holdings = Holdings(self._savings, self.cost)
         try:
             self._savings.reuse.learn(folder.reuse())
-            for arrival in folder.load():
-                index.add(arrival, None)
+            holdings.add(folder.load())
         except BaseException:
             folder.close()
             raise
         with self._lock:
-            index.take_waiting(self._index)
-            self._index, self._folder = index, folder
+            holdings.take_waiting(self._holdings)
+            self._holdings, self._folder = holdings, folder
         self.report = folder.report
         for line in self.report:
             logger.warning("%s: %s", self._path, line)
@@ -391,8 +616,8 @@ class DiskTier:
         """Close the directory. What is in it is not known any more."""
         with self._lock:
             folder, self._folder = self._folder, None
-            former, self._index = self._index, Index(self.num_bytes, self._savings, self.cost)
-            self._index.take_waiting(former)
+            former, self._holdings = self._holdings, Holdings(self._savings, self.cost)
+            self._holdings.take_waiting(former)
         if folder is not None:
             with suppress(*RECOVERABLE):
                 self._teach(folder)
@@ -414,7 +639,7 @@ class DiskTier:
             self._leave()
         elif isinstance(error, OSError) and error.errno in FULL:
             with self._lock:  # there is less than was asked for: from now on something must go for what comes
-                self._index.ranking.limit(self._index.ranking.bytes_used)
+                self.num_bytes = self._holdings.bytes_used
                 self._grows_at = time.monotonic() + GROWN_AFTER
 
     def _grow(self) -> None:
@@ -422,7 +647,7 @@ class DiskTier:
         if self.num_bytes < self._max_bytes and time.monotonic() >= self._grows_at:
             with self._lock:
                 more = 2 * self.num_bytes + self._max_pending_bytes + 4 * DATA_ALIGNMENT
-                self._index.ranking.limit(min(self._max_bytes, more))
+                self.num_bytes = min(self._max_bytes, more)
                 self._grows_at = time.monotonic() + GROWN_AFTER
 
     def _idle(self) -> None:
@@ -446,12 +671,11 @@ class DiskTier:
     def _catch_up(self, folder: CacheFolder) -> None:
         """Learn what other processes have changed."""
         with self._lock:
-            known = set(self._index.segments)
+            known = set(self._holdings.segments)
         came, went = folder.news(known)
         with self._lock:
-            for arrival in came:
-                self._index.add(arrival, None)
-            files = [file for number in went if (file := self._index.remove(number)) is not None]
+            self._holdings.add(came)
+            files = [file for number in went if (file := self._holdings.remove(number)) is not None]
         folder.unlink(files)
 
     def _write(self, names: list[Name], epoch: int) -> None:
@@ -459,7 +683,8 @@ class DiskTier:
         with self._lock:
             if epoch != self._epoch:
                 return
-            pending = [(name, self._pending[name]) for name in names if name in self._pending]
+            waiting = self._holdings.waiting
+            pending = [(name, waiting[name]) for name in names if name in waiting]
         try:
             if pending and self._put(pending, epoch):
                 self._health.works()
@@ -468,21 +693,21 @@ class DiskTier:
         finally:
             with self._lock:
                 for name, copy in pending:
-                    if self._pending.get(name) is copy:
-                        del self._pending[name]
+                    if self._holdings.waiting.get(name) is copy:
                         self._pending_bytes -= len(copy.contents)
-                        self._index.settle(name)
+                        self._holdings.settle(name, copy)
 
     def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> bool:
         """Write copies. False: nothing was written, since what is there is worth more, or has them already."""
         folder = self._opened()
         self._catch_up(folder)
         with self._lock:  # another process may have written some of them
-            pending = [(name, copy) for name, copy in pending if name not in self._index.places]
+            held = self._holdings
+            pending = [(name, copy) for name, copy in pending if name not in held.places]
+            value = sum(max(0.0, held.value(name)) * len(copy.contents) for name, copy in pending)
         if not pending:
             return False
-        values = [(copy.value, len(copy.contents)) for _, copy in pending]
-        arrival = folder.put(pending, lambda size: self._make_free(folder, size, mean(values, size), epoch))
+        arrival = folder.put(pending, lambda size: self._make_free(folder, size, value / size, epoch))
         if arrival is None:
             self._catch_up(folder)  # another process may have written all of it meanwhile
             return False
@@ -490,23 +715,34 @@ class DiskTier:
         with self._lock:
             is_wanted = epoch == self._epoch
             if is_wanted:
-                self._index.add(arrival, mean(values, arrival.row.num_bytes))
+                self._holdings.add([arrival])
         if not is_wanted:  # all was cleared meanwhile
             folder.remove([(arrival.row.id, arrival.row.file)])
         return True
 
     def _make_free(self, folder: CacheFolder, num_bytes: int, value: float, epoch: int) -> bool:
-        """Drop segments that are worth less, so that `num_bytes` fit. False: too few are, or all was cleared."""
+        """Drop segments of the lowest rank, so that `num_bytes` fit. False: what comes has the lowest, or all was
+        cleared.
+
+        Args:
+            value: of what comes.
+        """
+        gone: list[tuple[int, str]] = []
         with self._lock:
-            if epoch != self._epoch:
+            if epoch != self._epoch or num_bytes > self.num_bytes:
                 return False
-            ranking = self._index.ranking
-            before = ranking.bytes_used
-            dropped = ranking.make_free(num_bytes, value)
-            if dropped is None:
-                return False
-            self.counts.bytes_dropped += before - ranking.bytes_used
-            gone = [(number, file) for number in dropped if (file := self._index.remove(number)) is not None]
+            held = self._holdings
+            rank, before = held.order.rank(value), held.bytes_used
+            while held.bytes_used + num_bytes > self.num_bytes:
+                lowest = held.order.lowest()
+                if lowest is None or lowest[0] >= rank:
+                    break
+                held.order.drop(lowest[1])
+                file = held.remove(lowest[1])
+                assert file is not None
+                gone.append((lowest[1], file))
+            self.counts.bytes_dropped += before - held.bytes_used
+            is_free = held.bytes_used + num_bytes <= self.num_bytes
         if gone:
             folder.remove(gone)
-        return True
+        return is_free

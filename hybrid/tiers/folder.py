@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid.errors import HybridError
-from hybrid.tiers.reuse import MAX_GROUPS, Counts, halved, is_sound
 from hybrid.tiers.store import DirectoryStore, ForeignError, Store, is_ours
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note
+from hybrid.tiers.value import MAX_GROUPS, Counts, halved, is_sound
 from hybrid.units import format_bytes
 
 MANIFEST = "manifest.sqlite"
@@ -141,11 +141,10 @@ def _digest(text: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A copy that is to be written: its contents, note, value per byte, and of a page the name of that before it."""
+    """A copy that is to be written: its contents, note, and of a page the name of that before it."""
 
     contents: Contents
     note: Note | None
-    value: float
     above: bytes | None = None
 
 

@@ -1,48 +1,39 @@
 """Copies of pages and checkpoints in host memory, by the digests of their prefixes.
 
-What is kept is ordered by checkpoints, each with the pages that only it needs: they are dropped together, the lowest
-value per byte first. A page is copied when a checkpoint needs it that is there, and never for itself.
+What is kept is ordered by checkpoints (`EvictionOrder`), each with the pages that only it needs: they are dropped
+together, the lowest rank first. A page is copied when a checkpoint needs it that is there, and never for itself.
 
-What the device has too is dropped before anything else, since that loses no hit. Of a restored checkpoint that would
-not be copied again, because requests continue behind it, the state is dropped at once. Its pages stay as long as there
-is room: what continues it needs them when it leaves the device.
+What the device has too is dropped before anything else, since that loses no hit: first the states, and then their
+pages, which what continues them needs when it leaves the device. Of a restored checkpoint that would not be copied
+again, because requests continue behind it, the state is dropped at once.
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import NamedTuple
 
-from hybrid.tiers.needs import Needs
-from hybrid.tiers.rate import Cost
-from hybrid.tiers.sampled import Sampled
-from hybrid.tiers.tier import CHECKPOINT, PAGE, AtHand, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, ReadyReading, UnavailableError
+from hybrid.tiers.value import WORTHLESS, Cost, EvictionOrder, PageRefCounts
 
 COPY = 1e-10
 """Seconds per byte restored that are assumed until they are measured."""
 
-SAMPLE = 64
-"""Checkpoints whose values are compared when something must go."""
-
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A copy of a checkpoint.
+    """A checkpoint, or the pages of one that is on the device.
 
     Attributes:
-        name: of its prefix.
-        contents: its bytes.
-        value, note: see `Offer`.
+        contents: its bytes; None: the device has it, and only pages are kept.
+        note: see `Offer`.
+        num_alone: pages that only it needed when it came.
     """
 
-    name: bytes
-    contents: Contents
-    value: Callable[[int], float]
+    contents: Contents | None
     note: Note | None
+    num_alone: int
 
 
 class Dropped(NamedTuple):
@@ -73,6 +64,7 @@ class HostTier:
         num_bytes: bytes that it may hold.
         bytes_used: bytes of its copies.
         num_hits: copies that were used.
+        num_checkpoints: checkpoints that it holds.
     """
 
     def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
@@ -89,22 +81,20 @@ class HostTier:
         self._dropped: list[Dropped] = []
         self._pages: dict[bytes, Contents] = {}
         self._checkpoints: dict[bytes, Kept] = {}
-        rng = Random(0)
-        self._all: Sampled[Kept] = Sampled(rng)
-        self._on_device: Sampled[Kept] = Sampled(rng)  # those of which the device has the checkpoint too
-        self._passed: OrderedDict[bytes, None] = OrderedDict()  # prefixes whose pages alone are left, oldest first
-        self._needs = Needs()
+        self._order: EvictionOrder[bytes] = EvictionOrder()
+        self._on_device: set[bytes] = set()
+        self._refs = PageRefCounts()
+        self.num_checkpoints: int = 0
 
     def __len__(self) -> int:
-        return len(self._pages) + len(self._checkpoints)
+        return len(self._pages) + self.num_checkpoints
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, tuple) and name[1] in (self._pages if name[0] == PAGE else self._checkpoints)
+        return isinstance(name, tuple) and (name[1] in self._pages if name[0] == PAGE else self._has(name[1]))
 
-    @property
-    def num_checkpoints(self) -> int:
-        """Checkpoints that it holds."""
-        return len(self._checkpoints)
+    def _has(self, checkpoint: bytes) -> bool:
+        kept = self._checkpoints.get(checkpoint)
+        return kept is not None and kept.contents is not None
 
     @property
     def num_pages(self) -> int:
@@ -122,36 +112,35 @@ class HostTier:
     def _offer_checkpoint(self, name: bytes, offer: Offer) -> bool:
         assert offer.value is not None
         known = self._checkpoints.get(name)
-        if known is not None:
-            known.note, known.value = offer.note, offer.value
-            self._on_device.discard(known)
+        if known is not None and known.contents is not None:
+            known.note = offer.note
+            self._on_device.discard(name)
+            self._order.use(name, offer.value(known.num_alone))
             return True
         if not offer.is_worth_it or offer.num_bytes > self.num_bytes:
             return False
-        self._passed.pop(name, None)
-        joined = self._needs.add(offer.path)
+        if known is None:
+            num_alone = len(self._refs.add(offer.path))
+            known = self._checkpoints[name] = Kept(None, offer.note, num_alone)
+        contents: Contents | None = None
         try:
-            value = offer.value(self._needs.num_alone(name))
-            contents = offer.read() if self._make_free(offer.num_bytes, value) else None
-            if contents is None or not self._make_free(len(contents), value):  # it may be larger than was said
-                self._give_up(name)
-                return False
-        except BaseException:
-            self._give_up(name)
-            raise
-        kept = Kept(name, contents, offer.value, offer.note)
-        self._checkpoints[name] = kept
-        self._all.add(kept)
+            value = offer.value(known.num_alone)
+            self._order.discard(name)
+            if self._make_free(offer.num_bytes, value):
+                contents = offer.read()
+                if not self._make_free(len(contents), value):  # it may be larger than was said
+                    contents = None
+        finally:
+            self._on_device.discard(name)
+            if contents is None:
+                self._forget(name)
+        if contents is None:
+            return False
+        known.contents, known.note = contents, offer.note
+        self.num_checkpoints += 1
+        self._order.use(name, value)
         self._count(contents)
-        if joined is not None and joined in self._passed:  # this one needs its pages
-            del self._passed[joined]
-            self._needs.remove(joined)
         return True
-
-    def _give_up(self, name: bytes) -> None:
-        """A checkpoint is not kept: its pages are not needed for it."""
-        for page, _ in self._needs.remove(name):
-            self.bytes_used -= len(self._pages.pop(page, b""))
 
     def _offer_page(self, name: bytes, offer: Offer) -> bool:
         """A page of which there is no copy afterwards takes the checkpoints along that need it."""
@@ -164,9 +153,9 @@ class HostTier:
                 if not self._make_free_for_page(name, len(contents)):
                     contents = None
         finally:
-            if contents is None and name in self._needs:
-                for checkpoint in self._needs.checkpoints(name):
-                    self._let_go(checkpoint)
+            if contents is None and name in self._refs:
+                for checkpoint in self._refs.checkpoints(name):
+                    self._forget(checkpoint)
         if contents is None:
             return False
         self._pages[name] = contents
@@ -178,55 +167,28 @@ class HostTier:
         self.bytes_written += len(contents)
 
     def _make_free_for_page(self, name: bytes, num_bytes: int) -> bool:
-        """Drop what has the lowest value until a page fits. False: nothing needs it any more, or never did."""
-        while name in self._needs:
+        """Drop what has the lowest rank until a page fits. False: nothing needs it any more, or never did."""
+        while name in self._refs:
             if self.bytes_used + num_bytes <= self.num_bytes:
                 return True
-            lowest = next(iter(self._lowest_first()), None)
-            if lowest is None:
+            if (lowest := self._order.lowest()) is None:
                 return False
-            self._drop(lowest[1], num_bytes)
+            self._drop(lowest[1])
         return False
 
     def _make_free(self, num_bytes: int, value: float) -> bool:
-        """Drop checkpoints of lower value, so that `num_bytes` fit. False, and nothing is dropped: they do not
-        suffice."""
-        missing, dropped = self.bytes_used + num_bytes - self.num_bytes, []
-        for lower, name in self._lowest_first() if missing > 0 else ():
-            if missing <= 0 or lower >= value:
-                break
-            dropped.append(name)
-            missing -= sum(len(self._pages.get(page, b"")) for page in self._needs.alone(name))
-            if name in self._checkpoints:
-                missing -= len(self._checkpoints[name].contents)
-        if missing > 0:
-            return False
-        for name in dropped:
-            self._drop(name, num_bytes)
+        """Drop what has the lowest rank until `num_bytes` fit. False: what comes has the lowest."""
+        while self.bytes_used + num_bytes > self.num_bytes:
+            lowest = self._order.lowest()
+            if lowest is None or lowest[0] >= self._order.rank(value):
+                return False
+            self._drop(lowest[1])
         return True
-
-    def _lowest_first(self) -> Iterator[tuple[float, bytes]]:
-        """Checkpoints and their values, in the order in which they are dropped: those whose pages alone are left, those
-        that the device has too, and a sample of the others. Nothing may change while this is iterated over."""
-        for name in self._passed:
-            yield -math.inf, name
-        for _, kept in self._sample(self._on_device):
-            yield -math.inf, kept.name
-        for value, kept in self._sample(self._all):
-            if kept not in self._on_device:
-                yield value, kept.name
-
-    def _sample(self, kept: Sampled[Kept]) -> list[tuple[float, Kept]]:
-        """A sample, the lowest value first."""
-        return sorted(((self._value(one), one) for one in kept.sample(SAMPLE)), key=lambda one: one[0])
-
-    def _value(self, kept: Kept) -> float:
-        return kept.value(self._needs.num_alone(kept.name))
 
     # What goes
 
     def restored(self, name: bytes, is_copied_again: bool) -> None:
-        """The device has a checkpoint too from now on.
+        """Learn that the device has a checkpoint too from now on.
 
         Args:
             is_copied_again: when it leaves the device; False: its state is of no use here.
@@ -234,58 +196,43 @@ class HostTier:
         kept = self._checkpoints.get(name)
         if kept is None:
             return
-        if is_copied_again:
-            self._on_device.add(kept)
-        else:
-            self._remove(kept)
-            self._passed[name] = None
+        self._on_device.add(name)
+        self._order.use(name, WORTHLESS)
+        if not is_copied_again:
+            self._drop_state(kept)
 
-    def _drop(self, name: bytes, num_bytes: int) -> None:
-        """A checkpoint goes, so that `num_bytes` fit. Of one that the device has too, first the state, and then the
-        pages one by one: what is left need not be copied again when it leaves the device."""
-        kept = self._checkpoints.get(name)
-        if kept is not None and kept in self._on_device:
-            self._remove(kept)
-            self._passed[name] = None
-        elif kept is not None:
-            self._let_go(name)
-        while name in self._passed and self.bytes_used + num_bytes > self.num_bytes:
-            del self._passed[name]
-            shortened = self._needs.shorten(name)
-            if shortened is None:
-                return
-            page, before = shortened
-            self.bytes_used -= len(self._pages.pop(page, b""))
-            if before is not None:
-                name = before
-                self._passed[name] = None
-                self._passed.move_to_end(name, last=False)
+    def _drop(self, name: bytes) -> None:
+        """Drop what has the lowest rank: a checkpoint, with the pages that only it needs, which may go elsewhere then.
+        Of one that the device has too, first the state: what is left need not be copied again when it leaves it."""
+        kept = self._checkpoints[name]
+        if name in self._on_device and kept.contents is not None:
+            self._drop_state(kept)
+            self._order.use(name, WORTHLESS)
+            return
+        self._order.drop(name)
+        contents = kept.contents if self._passes_on and name not in self._on_device else None
+        gone = self._forget(name)
+        if contents is not None:
+            above = [before for _, before, _ in gone if before is not None]
+            self._dropped.append(Dropped((CHECKPOINT, name), contents, (name, *above), kept.note))
+            for page, before, own in gone:
+                if own is not None:
+                    self._dropped.append(Dropped((PAGE, page), own, () if before is None else (before,)))
 
-    def _let_go(self, name: bytes) -> None:
-        """A checkpoint is dropped, with the pages that only it needs. They may go elsewhere, if the device has not got
-        them too: then they will when they leave it."""
-        kept = self._checkpoints.get(name)
-        passes_on = self._passes_on and kept is not None and kept not in self._on_device
-        if kept is not None:
-            self._remove(kept)
-        self._passed.pop(name, None)
-        gone = self._needs.remove(name)
-        if passes_on and kept is not None:
-            above = [before for _, before in gone if before is not None]
-            self._dropped.append(Dropped((CHECKPOINT, name), kept.contents, (name, *above), kept.note))
-        for page, before in gone:
-            contents = self._pages.pop(page, None)
-            if contents is not None:
-                self.bytes_used -= len(contents)
-                if passes_on:
-                    path = () if before is None else (before,)
-                    self._dropped.append(Dropped((PAGE, page), contents, path))
+    def _drop_state(self, kept: Kept) -> None:
+        if kept.contents is not None:
+            self.bytes_used -= len(kept.contents)
+            self.num_checkpoints -= 1
+            kept.contents = None
 
-    def _remove(self, kept: Kept) -> None:
-        del self._checkpoints[kept.name]
-        self._all.discard(kept)
-        self._on_device.discard(kept)
-        self.bytes_used -= len(kept.contents)
+    def _forget(self, name: bytes) -> list[tuple[bytes, bytes | None, Contents | None]]:
+        """Forget a checkpoint and the pages that only it needs. Returns these: name, name of the page before, bytes."""
+        self._drop_state(self._checkpoints.pop(name))
+        self._order.discard(name)
+        self._on_device.discard(name)
+        gone = [(page, before, self._pages.pop(page, None)) for page, before in self._refs.remove(name)]
+        self.bytes_used -= sum(len(own) for _, _, own in gone if own is not None)
+        return gone
 
     def take_dropped(self) -> list[Dropped]:
         """What was dropped since the last call because others are worth more: each checkpoint before the pages that
@@ -293,30 +240,35 @@ class HostTier:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def let_all_go(self) -> None:
+    def drop_all(self) -> None:
         """Drop everything, for `take_dropped`."""
-        for kept in [*self._all][::-1]:
-            self._let_go(kept.name)
+        while (lowest := self._order.lowest()) is not None:
+            self._drop(lowest[1])
 
     def names(self) -> Iterable[Name]:
-        """Of all copies."""
-        return [*((CHECKPOINT, name) for name in self._checkpoints), *((PAGE, name) for name in self._pages)]
+        """The names of all copies."""
+        states = [(CHECKPOINT, name) for name, kept in self._checkpoints.items() if kept.contents is not None]
+        return [*states, *((PAGE, name) for name in self._pages)]
 
-    def begin(self, names: Sequence[Name]) -> AtHand:
+    def begin(self, names: Sequence[Name]) -> ReadyReading:
         """See `Tier.begin`. Copies nothing."""
-        if any(name not in self for name in names):
-            raise UnavailableError("a copy is not there any more")
-        return AtHand([self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names])
+        found: list[Contents] = []
+        for kind, name in names:
+            kept = self._checkpoints.get(name)
+            own = self._pages.get(name) if kind == PAGE else kept.contents if kept is not None else None
+            if own is None:
+                raise UnavailableError("a copy is not there any more")
+            found.append(own)
+        return ReadyReading(found)
 
     @property
     def is_empty(self) -> bool:
         """See `Tier.is_empty`."""
-        return not self._checkpoints
+        return not self.num_checkpoints
 
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
-        kept = self._checkpoints.get(name[1]) if name[0] == CHECKPOINT else None
-        return kept.note if kept is not None else None
+        return self._checkpoints[name[1]].note if name[0] == CHECKPOINT and self._has(name[1]) else None
 
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
@@ -328,25 +280,23 @@ class HostTier:
 
     def clear(self) -> None:
         """See `Tier.clear`."""
-        self._pages.clear()
-        self._checkpoints.clear()
-        self._all.clear()
-        self._on_device.clear()
-        self._passed.clear()
-        self._needs.clear()
-        self._dropped.clear()
-        self.bytes_used = 0
+        for held in (self._pages, self._checkpoints, self._order, self._on_device, self._refs, self._dropped):
+            held.clear()
+        self.bytes_used = self.num_checkpoints = 0
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
-        wrong = self._needs.violations([*self._checkpoints, *self._passed])
-        held = sum(map(len, self._pages.values())) + sum(len(kept.contents) for kept in self._checkpoints.values())
+        wrong = self._refs.violations(self._checkpoints)
+        states = [kept.contents for kept in self._checkpoints.values() if kept.contents is not None]
+        held = sum(map(len, (*self._pages.values(), *states)))
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")
-        if {*self._checkpoints.values()} != {*self._all}:
+        if len(states) != self.num_checkpoints:
+            wrong.append(f"host memory counts {self.num_checkpoints} checkpoints and holds {len(states)}")
+        if set(self._order) != self._checkpoints.keys():
             wrong.append("a checkpoint in host memory would never be dropped")
-        if any(page not in self._needs for page in self._pages):
+        if any(page not in self._refs for page in self._pages):
             wrong.append("host memory has a page that nothing needs")
-        if not {*self._on_device} <= {*self._all}:
+        if not self._on_device <= self._checkpoints.keys():
             wrong.append("a checkpoint that is not in host memory counts as on the device too")
-        return wrong + self._all.violations(self.label) + self._on_device.violations(self.label)
+        return wrong

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.errors import HybridError
-from hybrid.tiers.rate import Cost
+
+if TYPE_CHECKING:
+    from hybrid.tiers.value import Cost
 
 Name = tuple[str, bytes]
 """Of a copy: "page" or "checkpoint", and the digest of its prefix."""
@@ -58,8 +60,7 @@ class Offer:
         read: reads them.
         note: of a checkpoint; None: a page, which saves what the checkpoints save that need it.
         is_worth_it: a checkpoint is likely enough to save as much time as copying it and its pages takes.
-        value: of a checkpoint, per byte and at the time of the call: its argument is how many pages only it needs.
-            What has the lowest value is dropped before all others.
+        value: of a checkpoint (`Savings.value`): its argument is how many pages only it needs.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
     """
 
@@ -103,7 +104,7 @@ class Reading(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AtHand:
+class ReadyReading:
     """Copies that need not be read: a `Reading` that is done.
 
     Attributes:
@@ -166,7 +167,7 @@ class Tier(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def offer(self, offer: Offer) -> bool:
-        """Keep a copy: of a checkpoint, if it is worth more than what would have to be dropped for it; of a page, if a
+        """Keep a copy: of a checkpoint, if it is worth it; of a page, if a
         checkpoint needs it that is there. One that is there is not written again. Returns whether there is a copy
         now."""
         ...

@@ -6,8 +6,7 @@ from hybrid.cache.chances import MAX_WATCHED, Chances
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.rate import Cost
-from hybrid.tiers.reuse import HALVED_AFTER, Reuse
+from hybrid.tiers.value import HALVED_AFTER, Cost, Reuse
 from hybrid.tree.node import Kind, NodeUsage
 from support.caches import AuditedCache, Contents, compute, evict
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from hybrid.tiers import health
+from hybrid.tiers import disk
 from support.disks import LIMIT, count_right, fill, name_of, offer, tier_at
 
 NUMBERS = range(120)
@@ -221,7 +221,7 @@ def full(path: Path) -> dict[str, int]:
     def run() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-        health.FIRST_PAUSE = health.MAX_PAUSE = 0.0
+        disk.FIRST_PAUSE = disk.MAX_PAUSE = 0.0
         tier = tier_at(path, num_bytes=10**6)
         for number in range(60):
             offer(tier, number, size=4000)

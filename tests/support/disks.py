@@ -4,18 +4,15 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.folder import Origin
-from hybrid.tiers.rate import Rate
-from hybrid.tiers.reuse import Reuse
-from hybrid.tiers.savings import Savings
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.value import Rate, Reuse, Savings
 
 LIMIT = 200_000
 
@@ -25,25 +22,9 @@ def origin(model: str = "a model") -> Origin:
     return Origin(model, lambda other: [] if other == model else [f"model is {other!r} there and {model!r} here"])
 
 
-class ByGroup:
-    """A judge by whom a hit is as likely as one of its group was."""
-
-    def __init__(self, reuse: Reuse) -> None:
-        self._reuse = reuse
-
-    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
-        return self._reuse.probability(note.group) * tokens_saved / num_bytes
-
-    def known(self, note: Note) -> Note:
-        return replace(note, usage="known")
-
-
 def savings(reuse: Reuse | None = None) -> Savings:
     """A token takes a second."""
-    reuse = reuse or Reuse()
-    made = Savings(Rate(1.0), reuse, page_bytes=1500, checkpoint_bytes=1500, page_size=1)
-    made.follow(ByGroup(reuse))
-    return made
+    return Savings(Rate(1.0), reuse or Reuse(), page_bytes=1500, checkpoint_bytes=1500, page_size=1)
 
 
 def tier_at(path: Path, num_bytes: int = LIMIT, model: str = "a model", **settings: Any) -> DiskTier:

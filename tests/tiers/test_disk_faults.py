@@ -24,8 +24,8 @@ NUMBERS = range(24)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure the disk is tried again at once."""
-    monkeypatch.setattr("hybrid.tiers.health.FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("hybrid.tiers.health.MAX_PAUSE", 0.0)
+    monkeypatch.setattr("hybrid.tiers.disk.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("hybrid.tiers.disk.MAX_PAUSE", 0.0)
 
 
 def written(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.tiers.reuse import HALVED_AFTER, MAX_GROUPS, Reuse
+from hybrid.tiers.value import HALVED_AFTER, MAX_GROUPS, Reuse
 from support.disks import fill, name_of, savings, tier_at, works
 
 GROUP, OTHER = "turn_end last 0", "branch inner 3 spare"

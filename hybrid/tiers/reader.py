@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybrid.tiers.folder import Place, read_copy
-from hybrid.tiers.process_lock import FORKED, ProcessLock
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import Contents, Name, UnavailableError
-from hybrid.tiers.worker import Worker
+from hybrid.tiers.worker import FORKED, ProcessLock, Worker
 
 MAX_AHEAD_BYTES = 256 * 2**20
 """Nothing is read ahead while buffers hold as much as this, or will."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from hybrid.tiers import reading
+from hybrid.tiers import reader as reading
 from hybrid.tiers.folder import Place, Span, checksum
-from hybrid.tiers.reading import BufferedReading, Reader, Wanted
+from hybrid.tiers.reader import BufferedReading, Reader, Wanted
 from hybrid.tiers.tier import Contents, UnavailableError
 
 SIZE = 100

@@ -1,0 +1,436 @@
+"""What a copy is worth: when one is made, and which is dropped first. One rule for all tiers.
+
+The eviction policy of the device decides what leaves it, and in which order. A tier copies a checkpoint that is likely
+to save as much time as copying it takes, and drops the copy of the lowest rank (`EvictionOrder`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+from hybrid.tiers.tier import Note
+from hybrid.tiers.worker import ProcessLock
+
+WEIGHT = 0.2
+"""Weight of the latest measurement of a rate."""
+
+FADING = 0.01
+"""Part of a rate that is forgotten whenever it prevents a measurement."""
+
+PRIOR_WEIGHT = 0.1
+"""Weight of what was assumed of a transfer, beside that of the latest measurement, which is 1."""
+
+PRIOR_BYTES = 2**20
+"""Size of a transfer of which something was assumed; the other is of no bytes."""
+
+WORTHLESS = -math.inf
+"""The value of what is not worth keeping."""
+
+# What things take
+
+
+class Rate:
+    """Seconds per unit, as measured lately.
+
+    Args:
+        assumed: before anything is measured.
+    """
+
+    def __init__(self, assumed: float) -> None:
+        self.value: float = assumed
+        self.is_measured: bool = False
+
+    def note(self, units: int, seconds: float) -> None:
+        """Learn that `units` took `seconds`."""
+        if units > 0:
+            latest = seconds / units
+            self.value = latest if not self.is_measured else (1 - WEIGHT) * self.value + WEIGHT * latest
+            self.is_measured = True
+
+    def fade(self) -> None:
+        """Forget a little, since nothing is done at this rate: one slow measurement would be the last."""
+        self.value *= 1 - FADING
+
+
+class Cost:
+    """Seconds that a transfer takes: some for each, and some for each byte. A line through what was measured lately.
+
+    Args:
+        latency: seconds per transfer that are assumed until they are measured.
+        per_byte: seconds per byte, likewise.
+    """
+
+    def __init__(self, latency: float, per_byte: float) -> None:
+        self._assumed = (0, latency), (PRIOR_BYTES, latency + PRIOR_BYTES * per_byte)
+        self._scale = 1.0  # of what was assumed
+        self._sums = [0.0] * 5  # of measurements: weight, bytes, seconds, bytes squared, bytes times seconds
+        self.latency: float = latency
+        self.per_byte: float = per_byte
+
+    def seconds(self, num_bytes: int) -> float:
+        """Estimate what a transfer takes."""
+        return self.latency + num_bytes * self.per_byte
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Learn that a transfer took so long."""
+        self._sums = [(1 - WEIGHT) * each for each in self._sums]
+        self._add(self._sums, 1.0, num_bytes, seconds)
+        self._fit()
+
+    def fade(self) -> None:
+        """Forget a little, since a transfer is not done because it would take this long: one slow one would be the
+        last."""
+        self._scale *= 1 - FADING
+        self._sums[2] *= 1 - FADING
+        self._sums[4] *= 1 - FADING
+        self._fit()
+
+    @staticmethod
+    def _add(sums: list[float], weight: float, num_bytes: int, seconds: float) -> None:
+        terms = (1.0, num_bytes, seconds, num_bytes * num_bytes, num_bytes * seconds)
+        for at, term in enumerate(terms):
+            sums[at] += weight * term
+
+    def _fit(self) -> None:
+        sums = [*self._sums]
+        for num_bytes, seconds in self._assumed:
+            self._add(sums, PRIOR_WEIGHT, num_bytes, seconds * self._scale)
+        weight, size, seconds, squares, products = sums
+        spread = weight * squares - size * size
+        self.per_byte = max(0.0, (weight * products - size * seconds) / spread)
+        self.latency = max(0.0, (seconds - self.per_byte * size) / weight)
+
+
+# How likely hits are
+
+HALVED_AFTER = 4096
+"""The counts of a group are halved when it has this many: what was learned long ago counts less."""
+
+MAX_GROUPS = 256
+"""Groups of which a directory keeps something: there are fewer."""
+
+GROUP = re.compile(r"[a-z_]{1,20} (inner|last) [0-9]( spare)?")
+"""Names of groups: words of this package, nothing of a prompt."""
+
+Counts = tuple[str, float, float]
+"""A group, how many of its checkpoints left the device, and how many of them were wanted again."""
+
+
+class Reuse:
+    """Counts, by groups of checkpoints, how many left the device and how many of them a request wanted afterwards. May
+    be used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._has_learned = False
+        self._counts: dict[str, tuple[float, float]] = {}
+        self._news: dict[str, tuple[float, float]] = {}  # since `take_news`
+
+    def left(self, group: str) -> None:
+        """Count a checkpoint that leaves the device."""
+        self._count(group, 1, 0)
+
+    def wanted(self, group: str) -> None:
+        """Count a request that would resume from one that has left."""
+        self._count(group, 0, 1)
+
+    def probability(self, group: str) -> float:
+        """The probability that a checkpoint that leaves the device is wanted again."""
+        left, wanted = self._counts.get(group, (0.0, 0.0))
+        return min(1.0, (wanted + 0.5) / (left + 1.0))
+
+    def _count(self, group: str, left: float, wanted: float) -> None:
+        with self._lock:
+            for counts in (self._counts, self._news):
+                _add(counts, group, left, wanted)
+
+    def learn(self, counts: Iterable[Counts]) -> None:
+        """Add what other processes have learned. What cannot be right is left out. Another call does nothing."""
+        with self._lock:
+            if self._has_learned:
+                return
+            self._has_learned = True
+            for group, left, wanted in counts:
+                if is_sound(group, left, wanted):
+                    _add(self._counts, group, left, wanted)
+
+    def take_news(self) -> list[Counts]:
+        """Return what was counted since the last call."""
+        with self._lock:
+            news, self._news = self._news, {}
+        return [(group, left, wanted) for group, (left, wanted) in news.items() if is_sound(group, left, wanted)]
+
+
+def _add(counts: dict[str, tuple[float, float]], group: str, left: float, wanted: float) -> None:
+    former = counts.get(group, (0.0, 0.0))
+    counts[group] = halved(former[0] + left, former[1] + wanted)
+
+
+def halved(left: float, wanted: float) -> tuple[float, float]:
+    """Halve the counts of a group where there are many."""
+    return (left / 2, wanted / 2) if max(left, wanted) > HALVED_AFTER else (left, wanted)
+
+
+def is_sound(group: object, left: object, wanted: object) -> bool:
+    """Whether counts are of the types and in the ranges of what is written."""
+    return (
+        isinstance(group, str)
+        and GROUP.fullmatch(group) is not None
+        and all(isinstance(count, float | int) and 0 <= count <= 2 * HALVED_AFTER for count in (left, wanted))
+        and not any(math.isnan(count) for count in (left, wanted) if isinstance(count, float))
+    )
+
+
+# The rule
+
+
+class Savings:
+    """The rule by which copies are made and kept: what a hit on a checkpoint is likely to save.
+
+    A hit saves the time to compute the tokens of the pages that only the checkpoint needs, since no other checkpoint is
+    at one of them (at least, what it saved when it left the device), less that of restoring it. It is as likely as hits
+    on checkpoints like it were.
+
+    Args:
+        compute: seconds per token that is computed.
+        reuse: how likely hits were.
+        page_bytes, checkpoint_bytes: of a page and of a checkpoint.
+        page_size: tokens per page.
+
+    Attributes:
+        compute, reuse: as given.
+    """
+
+    def __init__(self, compute: Rate, reuse: Reuse, page_bytes: int, checkpoint_bytes: int, page_size: int) -> None:
+        self.compute: Rate = compute
+        self.reuse: Reuse = reuse
+        self._page_bytes = page_bytes
+        self._checkpoint_bytes = checkpoint_bytes
+        self._page_size = page_size
+
+    def gain(self, num_tokens: int, seconds: float, *costs: Cost) -> float:
+        """Seconds that restoring saves over computing. Where it saves none, costs that were measured fade: later they
+        are measured again.
+
+        Args:
+            seconds: that restoring takes.
+            costs: by which that was found.
+        """
+        gain = num_tokens * self.compute.value - seconds
+        if gain <= 0:
+            for cost in costs:
+                cost.fade()
+        return gain
+
+    def is_worth_copying(self, note: Note, cost: Cost, is_certain: bool) -> bool:
+        """Whether a checkpoint that leaves the device is likely to save as much time as copying it and its pages takes,
+        which is taken to be that of restoring them.
+
+        Args:
+            cost: of a restore.
+            is_certain: it is copied whatever is likely, if a restore would save time.
+        """
+        saved = self.gain(note.num_tokens, cost.seconds(self._checkpoint_bytes), cost)
+        if saved <= 0:
+            return False
+        copying = cost.seconds(self._checkpoint_bytes + note.num_tokens // self._page_size * self._page_bytes)
+        return is_certain or saved * self.reuse.probability(note.group) > copying
+
+    def value(self, note: Note, cost: Cost, num_alone: int) -> float:
+        """The value of a copy when it comes or is used: what `EvictionOrder` ranks by.
+
+        The chance of a hit, times the hits that there were, times the fourth root of the seconds that a hit saves per
+        byte: by seconds per byte themselves the longest prefixes would push out all others (docs/tiers.md).
+
+        Args:
+            cost: of a restore.
+            num_alone: pages that only this checkpoint needs.
+        """
+        num_bytes = self._checkpoint_bytes + num_alone * self._page_bytes
+        saved = max(note.num_tokens, num_alone * self._page_size) * self.compute.value - cost.seconds(num_bytes)
+        hits = note.usage.hits if note.usage is not None else 0
+        return self.reuse.probability(note.group) * (1 + hits) * (saved / num_bytes) ** 0.25 if saved > 0 else WORTHLESS
+
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class EvictionOrder(Generic[KeyT]):
+    """The order in which a tier drops its entries: GreedyDual.
+
+    The rank of an entry is its value, counted from the rank of what was dropped last. So of two that are worth the same
+    the one that was used longer ago goes first, and what is worth more stays longer without being used.
+    """
+
+    def __init__(self) -> None:
+        self._base = 0.0
+        self._ranks: dict[KeyT, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, KeyT]] = []  # former ranks of entries may be in it
+        self._order = count()
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ranks
+
+    def __iter__(self) -> Iterator[KeyT]:
+        return iter(self._ranks)
+
+    def rank(self, value: float) -> float:
+        """The rank of an entry of this value that is used now."""
+        return self._base + value
+
+    def use(self, key: KeyT, value: float) -> None:
+        """Give an entry the rank of one that is used now, also one that comes."""
+        rank = self._ranks[key] = self.rank(value), next(self._order)
+        heappush(self._heap, (*rank, key))
+        if len(self._heap) > 4 * len(self._ranks) + 64:
+            self._heap = [(*own, one) for one, own in self._ranks.items()]
+            heapify(self._heap)
+
+    def lowest(self) -> tuple[float, KeyT] | None:
+        """The rank and the key of what is dropped first; None: there is nothing."""
+        while self._heap:
+            rank, order, key = self._heap[0]
+            if self._ranks.get(key) == (rank, order):
+                return rank, key
+            heappop(self._heap)
+        return None
+
+    def discard(self, key: KeyT) -> None:
+        """Forget an entry, if it is there."""
+        self._ranks.pop(key, None)
+
+    def drop(self, key: KeyT) -> None:
+        """Forget an entry that goes because of its rank: from now on ranks are counted from it."""
+        rank, _ = self._ranks.pop(key)
+        self._base = max(self._base, rank)
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._ranks.clear()
+        self._heap.clear()
+
+
+class PageRefCounts:
+    """The pages that the checkpoints of a tier need, by the names of the prefixes that they end.
+
+    Each is counted for the page after it, and for a checkpoint at its end, so that a checkpoint is counted in a time
+    that depends on the pages that nothing needed before, not on the length of its prefix."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, int] = {}
+        self._above: dict[bytes, bytes | None] = {}
+        self._checkpoints: set[bytes] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def has_checkpoint(self, name: bytes) -> bool:
+        """Whether there is a checkpoint at the end of a page."""
+        return name in self._checkpoints
+
+    def add(self, path: Iterable[bytes]) -> list[bytes]:
+        """Count the pages of a checkpoint, if it is not there.
+
+        Args:
+            path: their names, the last first. Read as far as it is not known.
+
+        Returns:
+            Those that nothing needed before, in this order.
+        """
+        names = iter(path)
+        name = next(names, None)
+        if name is None or name in self._checkpoints:
+            return []
+        self._checkpoints.add(name)
+        self._counts[name] = self._counts.get(name, 0) + 1
+        if self._counts[name] > 1:
+            return []
+        self._above[name] = None
+        return [name, *self._join(name, names, False)]
+
+    def extend(self, name: bytes, path: Iterable[bytes]) -> list[bytes]:
+        """Count the pages before one that is needed, if they were not known until now.
+
+        Args:
+            path: their names, the last first.
+
+        Returns:
+            See `add`.
+        """
+        return self._join(name, iter(path), True) if name in self._counts and self._above[name] is None else []
+
+    def _join(self, page: bytes, path: Iterator[bytes], is_counted: bool) -> list[bytes]:
+        """Count the pages before one. `is_counted`: it was needed before, and others may lead to it."""
+        below, added = page, dict.fromkeys((page,))
+        for name in path:
+            is_known = name in self._counts
+            if name in added or (is_known and is_counted and page in self.upward(name)):
+                break  # the path of a damaged manifest leads back to itself
+            self._above[below] = name
+            self._counts[name] = self._counts.get(name, 0) + 1
+            if is_known:
+                break
+            self._above[name] = None
+            added[name] = None
+            below = name
+        return [*added][1:]
+
+    def remove(self, name: bytes) -> list[tuple[bytes, bytes | None]]:
+        """Forget a checkpoint. Returns the names of the pages that nothing needs any more, each with that of the page
+        before it, the last first."""
+        self._checkpoints.remove(name)
+        gone: list[tuple[bytes, bytes | None]] = []
+        page: bytes | None = name
+        while page is not None:
+            self._counts[page] -= 1
+            if self._counts[page]:
+                break
+            del self._counts[page]
+            above = self._above.pop(page)
+            gone.append((page, above))
+            page = above
+        return gone
+
+    def upward(self, name: bytes | None) -> Iterator[bytes]:
+        """The names of a page that is needed and of those before it, as far as they are known."""
+        while name is not None:
+            yield name
+            name = self._above[name]
+
+    def checkpoints(self, name: bytes) -> list[bytes]:
+        """The checkpoints that need a page. Looks at all."""
+        return [one for one in self._checkpoints if name in self.upward(one)]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._counts.clear()
+        self._above.clear()
+        self._checkpoints.clear()
+
+    def violations(self, checkpoints: Iterable[bytes]) -> list[str]:
+        """What is wrong with it, for the audit.
+
+        Args:
+            checkpoints: those that there are.
+        """
+        expected: dict[bytes, int] = dict.fromkeys(self._checkpoints, 1)
+        for above in self._above.values():
+            if above is not None:
+                expected[above] = expected.get(above, 0) + 1
+        wrong = []
+        if expected != self._counts or self._above.keys() != self._counts.keys():
+            wrong.append("pages are counted for others than those that need them")
+        if self._checkpoints != set(checkpoints):
+            wrong.append("the checkpoints are not those whose pages are needed")
+        return wrong
