@@ -175,7 +175,7 @@ def serve(cache: HybridCache, key: Key, num_input: int) -> int:
     return hit
 
 
-@patch("hybrid.tiers.value.Cost.note", lambda *args: None)  # nothing is copied: it takes as long as is assumed
+@patch("hybrid.tiers.cost.Cost.note", lambda *args: None)  # nothing is copied: it takes as long as is assumed
 def run(
     args: argparse.Namespace,
     name: str,

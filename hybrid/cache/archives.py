@@ -158,7 +158,7 @@ class Archives:
             return False
         above = [archive.nodes[at].end for at in archive.path(index)[:-1] if archive.nodes[at].kind is not None]
         pages = boundary.pages[len(boundary.pages) - num_missing :] if num_missing else []
-        return self._tiers.departures.keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
+        return self._tiers.offloader.keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
 
 
 def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:

@@ -210,7 +210,7 @@ class HybridCache:
             self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config, self._audit)
 
     def _new_tree(self) -> Tree:
-        departures = self.tiers.departures if self.tiers is not None else None
+        offloader = self.tiers.offloader if self.tiers is not None else None
         tree = Tree(
             self.config.page_size,
             self.config.grid,
@@ -219,10 +219,10 @@ class HybridCache:
             max_ghosts=max(MIN_GHOSTS, GHOSTS_PER_PAGE * self.memory.pages.capacity),
             seed=self.config.seed,
             priority_cap=self.config.priority_cap,
-            pools=Pools(leaving=departures),
+            pools=Pools(leaving=offloader),
         )
-        if departures is not None:
-            departures.follow(tree)
+        if offloader is not None:
+            offloader.follow(tree)
         return tree
 
     # The memory
@@ -443,7 +443,7 @@ class HybridCache:
         above.append(node.end if node is not None else 0)
         if self.tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self.memory.arena is not None):
             return True
-        return self.tiers is not None and self.tiers.departures.would_copy(usage, num_tokens - max(above))
+        return self.tiers is not None and self.tiers.offloader.would_copy(usage, num_tokens - max(above))
 
     def _capture(self, lease: Lease, num_tokens: int, kind: Kind, is_spare: bool = False) -> Checkpoint | None:
         slot = self.allocator.allocate_state()

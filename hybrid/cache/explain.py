@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid.key import Key
-from hybrid.tiers.restored import Restored
+from hybrid.tiers.tier import Restored
 from hybrid.tree.node import Match
 from hybrid.tree.tree import Tree
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybrid.key import TOKEN_BYTES
-from hybrid.tiers.chain import following, of_namespace
+from hybrid.tiers.tier import following, of_namespace
 from hybrid.tree.node import NAME_BYTES, Node, Root, Run
 
 

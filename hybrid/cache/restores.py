@@ -23,9 +23,7 @@ from hybrid.cache.tiers import Tiers
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.copies import Uploads
 from hybrid.memory.memory import UnitSizes
-from hybrid.tiers.chain import chain
-from hybrid.tiers.restored import Restored
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Reading, Tier, UnavailableError
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Reading, Restored, Tier, UnavailableError, chain
 from hybrid.tree.node import Kind
 from hybrid.tree.tree import Tree
 
@@ -132,7 +130,7 @@ class Restores:
         """
         lost = [end for end in lease.lost if lease.num_hit_tokens < end <= limit]
         if lost:
-            self._tiers.departures.chances.wanted(lease.lost[max(lost)])
+            self._tiers.offloader.reuse.wanted(lease.lost[max(lost)])
         if all(tier.is_empty for tier in self._tiers.places):
             return
         try:

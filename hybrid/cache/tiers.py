@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.departures import Departures
 from hybrid.cache.fingerprints import fingerprint_named, writer_of
 from hybrid.cache.names import name_at
+from hybrid.cache.offloader import Offloader
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory, UnitSizes
-from hybrid.tiers.arithmetic import arithmetic
+from hybrid.tiers.cost import Rate
 from hybrid.tiers.disk import DiskTier
-from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
+from hybrid.tiers.fingerprint import Fingerprint, arithmetic, fingerprint_of_json
 from hybrid.tiers.folder import Origin
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.tier import CHECKPOINT, Name, Tier
-from hybrid.tiers.value import Rate, Reuse, Savings
+from hybrid.tiers.value import Reuse, Savings
 from hybrid.tree.node import Node
 from hybrid.units import format_bytes
 
@@ -49,7 +49,7 @@ class Tiers:
     Attributes:
         host, disk, savings, fingerprint: as given.
         places: the tiers, fastest first.
-        departures: sees what the tree evicts.
+        offloader: sees what the tree evicts.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Tiers:
         self.host: HostTier | None = host
         self.disk: DiskTier | None = disk
         self.savings: Savings = savings
-        self.departures: Departures = Departures(host, disk, savings, memory, sizes, config.page_size)
+        self.offloader: Offloader = Offloader(host, disk, savings, memory, sizes, config.page_size)
         self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 
     def holders(self, node: Node) -> tuple[str, ...]:
@@ -77,17 +77,17 @@ class Tiers:
     @contextmanager
     def discarding(self) -> Iterator[None]:
         """What is evicted meanwhile is not copied, and all copies are forgotten."""
-        self.departures.discard(True)
+        self.offloader.discard(True)
         try:
             yield
         finally:
-            self.departures.discard(False)
+            self.offloader.discard(False)
             for tier in self.places:
                 tier.clear()
 
     def begin_shutdown(self) -> bool:
         """What is evicted from now on may wait for the disk. False: there is none."""
-        self.departures.end()
+        self.offloader.end()
         if self.disk is not None:
             self.disk.be_patient(SHUTDOWN_SECONDS)
         return self.disk is not None
@@ -96,7 +96,7 @@ class Tiers:
         """Write to disk what host memory holds and is worth it, and leave the disk."""
         if self.disk is None:
             return
-        self.departures.let_all_go()
+        self.offloader.flush_to_disk()
         self.disk.close(SHUTDOWN_SECONDS)
 
     def count(self, stats: CacheStats) -> None:
@@ -112,7 +112,7 @@ class Tiers:
             stats.disk_bytes_offered, stats.disk_bytes_written = disk.bytes_offered, disk.bytes_written
             stats.disk_failure, stats.disk_report = disk.failure, "; ".join(disk.report)
             stats.tier_failures += disk.counts.num_failures + disk.counts.num_damaged
-        stats.tier_failures += self.departures.num_failures
+        stats.tier_failures += self.offloader.num_failures
 
     def violations(self) -> list[str]:
         """What is wrong with their bookkeeping, for the audit."""
@@ -123,7 +123,7 @@ class Tiers:
         note = self.host.note(name) if self.host is not None else None
         if self.host is not None and note is not None:
             usage = note.usage
-            is_copied_again = usage is None or self.departures.would_copy(usage, note.num_tokens, has_below=True)
+            is_copied_again = usage is None or self.offloader.would_copy(usage, note.num_tokens, has_below=True)
             self.host.restored(name[1], is_copied_again)
 
 

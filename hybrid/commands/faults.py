@@ -22,9 +22,9 @@ from hybrid.engine.results import Result
 from hybrid.errors import OwnershipError
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
+from hybrid.tiers.cost import Rate
 from hybrid.tiers.store import DirectoryStore
 from hybrid.tiers.tier import Contents
-from hybrid.tiers.value import Rate
 
 FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.005

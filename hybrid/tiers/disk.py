@@ -20,6 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from hybrid.tiers.cost import Cost
 from hybrid.tiers.folder import (
     DATA_ALIGNMENT,
     RECOVERABLE,
@@ -36,7 +37,7 @@ from hybrid.tiers.folder import (
 from hybrid.tiers.reader import Begin, Buffer, BufferedReading, Reader, Wanted
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Reading, ReadyReading, UnavailableError
-from hybrid.tiers.value import WORTHLESS, Cost, EvictionOrder, PageRefCounts, Savings
+from hybrid.tiers.value import WORTHLESS, EvictionOrder, PageRefCounts, Savings
 from hybrid.tiers.worker import FORKED, ProcessLock, Worker, ended_within
 
 READ_LATENCY, READ = 5e-4, 1e-9

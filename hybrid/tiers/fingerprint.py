@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hybrid.kernels.cpu.threads import num_threads
+from hybrid.kernels.ops import OPS, compiled_module
 
 FORMAT = 1
 """Version of what is written. Another version is not read."""
@@ -20,6 +28,14 @@ DIGEST_BYTES = 16
 
 MAX_THREADS = 8
 """Weights are hashed by up to this many threads: hashlib lets others run meanwhile."""
+
+PACKAGES = ("torch", "numba", "llvmlite", "triton", "transformers")
+"""They compute, or compile what computes."""
+
+VARIABLES = ("HYBRID_KERNELS", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "ONEDNN_MAX_CPU_ISA")
+"""They choose kernels and instructions."""
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +117,42 @@ def _digest_of_tensor(named: tuple[str, Tensor]) -> bytes:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     head = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.blake2b(head + b"\0" + hashlib.blake2b(data).digest(), digest_size=32).digest()
+
+
+# Arithmetic
+
+
+def arithmetic() -> dict[str, str]:
+    """Name the machine, the packages and the choices that compute here: what the bits of results depend on besides the
+    model and the settings. Where one of them is another, so may be bits."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        **{name: _version(name) for name in PACKAGES},
+        **{name: os.environ.get(name, "") for name in VARIABLES},
+        "CPU": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "GPU": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if on_gpu else "",
+        "kernels": "" if on_gpu else _compiled(),
+        "threads": str(num_threads()),
+    }
+
+
+def _compiled() -> str:
+    """What compiled operations take of the CPU that may change bits. Two of one name may differ in that: a virtual
+    machine hides instructions."""
+    if all(op.compiled_function() is None for op in OPS.values()):
+        return ""
+    target: Any = compiled_module("target")
+    taken = [name for name, has in (("fma", target.HAS_FMA), ("pairs of bfloat16", target.HAS_PAIRS)) if has]
+    return f"compiled for this CPU, with {' and '.join(taken) or 'no fma'}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*: (.*)", CPUINFO.read_text(encoding="utf-8")) if CPUINFO.is_file() else None
+    return found[1] if found is not None else platform.processor() or platform.machine()

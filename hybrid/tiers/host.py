@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybrid.tiers.cost import Cost
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, ReadyReading, UnavailableError
-from hybrid.tiers.value import WORTHLESS, Cost, EvictionOrder, PageRefCounts
+from hybrid.tiers.value import WORTHLESS, EvictionOrder, PageRefCounts
 
 COPY = 1e-10
 """Seconds per byte restored that are assumed until they are measured."""

@@ -1,15 +1,15 @@
-"""What a tier is: a place for copies of what leaves the device, by the digests of their prefixes."""
+"""Tiers: places for copies of what leaves the device, by the digests of their prefixes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hybrid.errors import HybridError
-
-if TYPE_CHECKING:
-    from hybrid.tiers.value import Cost
+from hybrid.tiers.cost import Cost
+from hybrid.units import format_bytes
 
 Name = tuple[str, bytes]
 """Of a copy: "page" or "checkpoint", and the digest of its prefix."""
@@ -18,6 +18,35 @@ PAGE, CHECKPOINT = "page", "checkpoint"
 
 Contents = bytes | bytearray | memoryview
 """What a page or a checkpoint holds."""
+
+
+NAME_BYTES = 16
+"""Bytes of a digest: 128 bits, so that two prefixes with the same digest are not found."""
+
+
+def of_namespace(namespace: str) -> bytes:
+    """Name the empty prefix. Prefixes of different namespaces have different digests."""
+    return hashlib.blake2b(namespace.encode(), digest_size=NAME_BYTES, person=b"hybrid prefix").digest()
+
+
+def following(last: bytes, ids: bytes | bytearray, page_bytes: int) -> list[bytes]:
+    """Name the prefix up to the end of each whole page: blake2b, chained from page to page.
+
+    Args:
+        last: the digest of what is before.
+        ids: token ids as bytes.
+        page_bytes: bytes of the token ids of a page.
+    """
+    names = []
+    for start in range(0, len(ids) - page_bytes + 1, page_bytes):
+        last = hashlib.blake2b(last + ids[start : start + page_bytes], digest_size=NAME_BYTES).digest()
+        names.append(last)
+    return names
+
+
+def chain(ids: bytes, namespace: str, page_bytes: int) -> list[bytes]:
+    """Name the prefixes of token ids from their beginning; arguments as those of `following`."""
+    return following(of_namespace(namespace), ids, page_bytes)
 
 
 class UnavailableError(HybridError):
@@ -199,6 +228,37 @@ class Tier(Protocol):
     def violations(self) -> list[str]:
         """What is wrong with its bookkeeping, for the audit."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a request got from the tiers.
+
+    Attributes:
+        tier: where it came from: "host memory", "disk", "host memory and disk".
+        num_tokens: tokens that are not computed because of it.
+        num_bytes: that were copied to the device.
+        seconds: that it took to read and write them.
+        waited: seconds that the request waited until they were read: less, where they were read while it was queued.
+        refused: why something deeper was not restored; empty: there was nothing deeper.
+    """
+
+    tier: str
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    refused: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_tokens:
+            size, time = format_bytes(self.num_bytes), 1000 * self.seconds
+            waited = f", waited {1000 * self.waited:.1f} ms" if self.waited >= 1e-4 else ""
+            parts.append(f"{self.num_tokens} tokens restored from {self.tier}, {size} in {time:.1f} ms{waited}")
+        if self.refused:
+            parts.append(self.refused)
+        return "; ".join(parts)
 
 
 def clear_inconsistent(tiers: Iterable[Tier]) -> None:

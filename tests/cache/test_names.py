@@ -9,7 +9,7 @@ import pytest
 from hybrid.cache import names
 from hybrid.cache.names import name_at, names_upward
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tiers.chain import chain, following
+from hybrid.tiers.tier import chain, following
 from hybrid.tree.node import Checkpoint, Node
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.tree import Tree

@@ -8,11 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from hybrid.tiers.cost import Rate
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.folder import Origin
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import Contents, Name, Note, Offer, UnavailableError
-from hybrid.tiers.value import Rate, Reuse, Savings
+from hybrid.tiers.value import Reuse, Savings
 
 LIMIT = 200_000
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid import Engine
 from hybrid.kernels.cpu.threads import num_threads
 from hybrid.kernels.ops import choose_again
-from hybrid.tiers.arithmetic import PACKAGES, VARIABLES, arithmetic
+from hybrid.tiers.fingerprint import PACKAGES, VARIABLES, arithmetic
 from support.engines import GRID, answer, cold, engine_on, greedy, ids
 
 PARAMS = greedy(6, logprobs=3)

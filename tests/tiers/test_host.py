@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from hybrid.tiers.chain import chain
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import Name, Offer
+from hybrid.tiers.tier import Name, Offer, chain
 
 PAGE, STATE = 4, 10
 

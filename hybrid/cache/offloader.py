@@ -3,31 +3,36 @@ checkpoint needs."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from hybrid.cache.chances import Chances
 from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.memory import CacheMemory, UnitSizes
-from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, clear_inconsistent
-from hybrid.tiers.value import Savings
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, chain, clear_inconsistent
+from hybrid.tiers.value import Reuse, Savings
 from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
+
+MAX_HITS = 3
+"""Checkpoints with more hits than this count as equal."""
+
+MAX_WATCHED = 1 << 16
+"""Checkpoints that left and are watched; beyond this many the one that left first is forgotten."""
 
 
 class UnreadableError(Exception):
     """Contents could not be read from the device. Nothing was changed."""
 
 
-class Leaver(NamedTuple):
-    """What leaves the device, or a tier: what must be known to offer it to a tier.
+class EvictedUnit(NamedTuple):
+    """An evicted page or checkpoint of the device, or of a tier, as it is offered to a tier.
 
     Attributes:
         name: of its copy.
@@ -46,8 +51,43 @@ class Leaver(NamedTuple):
     is_asked: bool = False
 
 
-class Departures:
-    """Offers to tiers what the tree evicts (`Leaving` of the tree). What host memory drops is offered to the disk.
+class ReuseTracker:
+    """The checkpoints that left the device, of which it counts those that a request wanted afterwards, whether they
+    were kept elsewhere or not. A group has the kind, whether anything continues from it, and the hits.
+
+    Args:
+        reuse: counts them by groups.
+    """
+
+    def __init__(self, reuse: Reuse) -> None:
+        self._reuse = reuse
+        self._watched: dict[int, tuple[NodeUsage, str]] = {}  # by the identity of the usage
+        self._order: deque[int] = deque()
+
+    @staticmethod
+    def group(usage: NodeUsage, has_below: bool) -> str:
+        """Name the group of a checkpoint, from which others continue or not."""
+        spare = " spare" if usage.last_used == 0 else ""
+        return f"{usage.kind.value} {'inner' if has_below else 'last'} {min(usage.hits, MAX_HITS)}{spare}"
+
+    def left(self, usage: NodeUsage, group: str) -> None:
+        """Watch a checkpoint that leaves the device."""
+        self._reuse.left(group)
+        if id(usage) not in self._watched:
+            self._order.append(id(usage))
+        self._watched[id(usage)] = usage, group
+        while len(self._watched) > MAX_WATCHED:
+            self._watched.pop(self._order.popleft(), None)
+
+    def wanted(self, usage: NodeUsage) -> None:
+        """Count a checkpoint from which a request would resume, and which is not on the device."""
+        watched = self._watched.pop(id(usage), None)
+        if watched is not None:
+            self._reuse.wanted(watched[1])
+
+
+class Offloader:
+    """The way of what the tree evicts to the tiers (`Leaving` of the tree), and of what host memory drops to the disk.
 
     Args:
         host, disk: the tiers; None: there is none.
@@ -57,7 +97,7 @@ class Departures:
         page_size: tokens per page.
 
     Attributes:
-        chances: of what left to be wanted again.
+        reuse: how often what left was wanted again.
         num_failures: copies that raised.
     """
 
@@ -71,7 +111,7 @@ class Departures:
         page_size: int,
     ) -> None:
         self.num_failures: int = 0
-        self.chances: Chances = Chances(savings.reuse)
+        self.reuse: ReuseTracker = ReuseTracker(savings.reuse)
         self._host = host
         self._disk = disk
         self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
@@ -89,30 +129,30 @@ class Departures:
         self._tree = tree
 
     def discard(self, is_discarding: bool) -> None:
-        """Whether what is evicted from now on is to be forgotten."""
+        """Say whether what is evicted from now on is to be forgotten."""
         self._is_discarding = is_discarding
 
     def end(self) -> None:
-        """Whatever may be used by a later process is worth writing from now on."""
+        """Say that whatever a later process may use is worth writing from now on."""
         self._is_ending = True
 
     # What the tree evicts
 
     def checkpoint(self, node: Node) -> None:
-        """The checkpoint of a node is about to be evicted."""
+        """Offer the checkpoint of a node, which is about to be evicted."""
         if self._is_discarding or node.slot is None:
             return
         try:
             above, slot, usage = node.checkpoint_above(), node.slot, node.usage
             num_tokens = node.end - (above.end if above is not None else 0)
-            group = self.chances.group(usage, bool(node.children or node.page_locks))
+            group = self.reuse.group(usage, bool(node.children or node.page_locks))
             note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, node.end, group, usage)
             if self._wants_ids:
                 path = _path(node)
                 note = replace(note, namespace=path.namespace, ids=path.ids)
-            self.chances.left(usage, group)
+            self.reuse.left(usage, group)
             self._offer(
-                Leaver(
+                EvictedUnit(
                     name=(CHECKPOINT, name_at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
                     read=partial(_read, self._memory.fetch_checkpoint, slot),
@@ -124,14 +164,14 @@ class Departures:
             self._failed(error)
 
     def pages(self, node: Node, num_kept: int) -> None:
-        """The pages of a node after the first `num_kept` are about to be evicted."""
+        """Offer the pages of a node after the first `num_kept`, which are about to be evicted."""
         if self._is_discarding:
             return
         try:
             fetch, size, end, pages = self._memory.fetch_page, self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
-                self._offer(Leaver(name, self._sizes.page, partial(_read, fetch, page), path))
+                self._offer(EvictedUnit(name, self._sizes.page, partial(_read, fetch, page), path))
                 end -= size
         except Exception as error:  # they are evicted without a copy
             self._failed(error)
@@ -144,21 +184,21 @@ class Departures:
 
     # What is offered
 
-    def _offer(self, leaver: Leaver) -> bool:
+    def _offer(self, unit: EvictedUnit) -> bool:
         """Offer what leaves the device to the tiers, until one has it."""
-        kept = any(tier.offer(self._for(tier, leaver)) for tier in self._tiers)
+        kept = any(tier.offer(self._for(tier, unit)) for tier in self._tiers)
         if self._host is not None and self._disk is not None:
             self._pass_on(self._host, self._disk)
         return kept
 
-    def _for(self, tier: Tier, leaver: Leaver) -> Offer:
-        is_certain = self._is_ending or leaver.is_asked
+    def _for(self, tier: Tier, unit: EvictedUnit) -> Offer:
+        is_certain = self._is_ending or unit.is_asked
         is_worth_it, value = True, None
-        if leaver.note is not None:
-            is_worth_it = self._savings.is_worth_copying(leaver.note, tier.cost, is_certain)
-            value = partial(self._savings.value, leaver.note, tier.cost)
-        read = leaver.read if tier is self._host else partial(self._whole, leaver.read)
-        return Offer(leaver.name, leaver.num_bytes, read, leaver.note, is_worth_it, value, leaver.path())
+        if unit.note is not None:
+            is_worth_it = self._savings.is_worth_copying(unit.note, tier.cost, is_certain)
+            value = partial(self._savings.value, unit.note, tier.cost)
+        read = unit.read if tier is self._host else partial(self._whole, unit.read)
+        return Offer(unit.name, unit.num_bytes, read, unit.note, is_worth_it, value, unit.path())
 
     def _whole(self, read: Callable[[], Contents]) -> bytes:
         """Contents that the host may read: host memory keeps them while they are on their way, a disk cannot."""
@@ -171,20 +211,20 @@ class Departures:
             num_tokens: tokens that a hit saves.
             has_below: others continue from it then.
         """
-        note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
+        note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.reuse.group(usage, has_below))
         return any(self._savings.is_worth_copying(note, tier.cost, self._is_ending) for tier in self._tiers)
 
     # What a tier drops, or a file brings
 
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
-        """What host memory dropped is offered to the disk."""
+        """Offer to the disk what host memory dropped."""
         for name, contents, path, note in host.take_dropped():
             read = partial(self._memory.downloads.wait, contents)
-            leaver = Leaver(name, len(contents), read, partial(iter, path), note)
-            disk.offer(self._for(disk, leaver))
+            unit = EvictedUnit(name, len(contents), read, partial(iter, path), note)
+            disk.offer(self._for(disk, unit))
 
-    def let_all_go(self) -> None:
-        """What host memory holds goes to disk, where it is worth it."""
+    def flush_to_disk(self) -> None:
+        """Move to disk what host memory holds and is worth it."""
         if self._host is not None and self._disk is not None:
             self._host.drop_all()
             self._pass_on(self._host, self._disk)
@@ -203,7 +243,7 @@ class Departures:
         note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)
         if self._wants_ids:
             note = replace(note, namespace=key.namespace, ids=key.ids)
-        checkpoint = Leaver(
+        checkpoint = EvictedUnit(
             name=(CHECKPOINT, names[end - 1]),
             num_bytes=len(boundary.checkpoint),
             read=partial(bytes, boundary.checkpoint),
@@ -212,7 +252,7 @@ class Departures:
             is_asked=True,
         )
         return self._offer(checkpoint) and all(
-            self._offer(Leaver((PAGE, names[at]), len(page), partial(bytes, page), partial(_upward, names, at)))
+            self._offer(EvictedUnit((PAGE, names[at]), len(page), partial(bytes, page), partial(_upward, names, at)))
             for at, page in zip(range(end - 1, -1, -1), reversed(boundary.pages), strict=False)
         )
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from hybrid.tiers.value import Cost, Rate
+from hybrid.tiers.cost import Cost, Rate
 
 
 def test_latency_and_bytes_are_told_apart() -> None:

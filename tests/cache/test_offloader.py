@@ -2,11 +2,12 @@
 
 import pytest
 
-from hybrid.cache.chances import MAX_WATCHED, Chances
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.offloader import MAX_WATCHED, ReuseTracker
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.value import HALVED_AFTER, Cost, Reuse
+from hybrid.tiers.cost import Cost
+from hybrid.tiers.value import HALVED_AFTER, Reuse
 from hybrid.tree.node import Kind, NodeUsage
 from support.caches import AuditedCache, Contents, compute, evict
 
@@ -17,21 +18,21 @@ def usage(kind: Kind = Kind.TURN_END, hits: int = 0) -> NodeUsage:
 
 def test_a_group_is_wanted_as_often_as_it_was() -> None:
     reuse = Reuse()
-    chances = Chances(reuse)
+    tracker = ReuseTracker(reuse)
     assert reuse.probability("any") == 0.5
     for number in range(100):
         one = usage()
-        chances.left(one, "last")
-        chances.left(usage(), "inner")
+        tracker.left(one, "last")
+        tracker.left(usage(), "inner")
         if number % 2:
-            chances.wanted(one)
-            chances.wanted(one)  # it is counted once
+            tracker.wanted(one)
+            tracker.wanted(one)  # it is counted once
     assert abs(reuse.probability("last") - 0.5) < 0.01
     assert reuse.probability("inner") < 0.01
 
 
 def test_groups_are_of_the_kind_what_continues_and_the_hits() -> None:
-    group = Chances.group
+    group = ReuseTracker.group
     assert group(usage(), False) != group(usage(), True)
     assert group(usage(Kind.BRANCH), False) != group(usage(), False)
     assert group(usage(hits=1), False) != group(usage(hits=2), False)
@@ -40,17 +41,17 @@ def test_groups_are_of_the_kind_what_continues_and_the_hits() -> None:
 
 def test_what_was_long_ago_counts_less_and_is_forgotten() -> None:
     reuse = Reuse()
-    chances = Chances(reuse)
+    tracker = ReuseTracker(reuse)
     first = usage()
-    chances.left(first, "first")
+    tracker.left(first, "first")
     for _ in range(MAX_WATCHED):
-        chances.left(usage(), "other")
-    chances.wanted(first)
+        tracker.left(usage(), "other")
+    tracker.wanted(first)
     assert reuse.probability("first") == 0.25, "it is not watched any more"
     for _ in range(HALVED_AFTER):
         one = usage()
-        chances.left(one, "other")
-        chances.wanted(one)
+        tracker.left(one, "other")
+        tracker.wanted(one)
     assert reuse.probability("other") > 0.5
 
 
@@ -89,7 +90,7 @@ def test_what_was_not_written_is_learned_of_too() -> None:
     key = compute(cache, "abcd")
     node = cache.tree.peek(key, 8).checkpoint
     assert node is not None and cache.tiers is not None
-    reuse, group = cache.tiers.savings.reuse, Chances.group(node.usage, False)
+    reuse, group = cache.tiers.savings.reuse, ReuseTracker.group(node.usage, False)
     evict(cache)
     assert cache.stats().host_checkpoints == 0
     assert reuse.probability(group) == 0.25
