@@ -161,7 +161,7 @@ class ToyRunner:
         return Result(after is not None, (after % VOCAB_SIZE,) if part.samples and after is not None else ())
 
     def _verify(self, part: Part, drafts: Drafts, state: int, start: int) -> Result:
-        """Accept drafts, and keep the states after them as `hybrid.engine.verification` says. The tokens known before
+        """Accept drafts, and keep the states after them as `hybrid.engine.results` says. The tokens known before
         them have `start` bytes of the key."""
         states = [zlib.crc32(_keyed(part, tokens)[start:], state) for tokens in drafts.after()]
         sampled = [each % VOCAB_SIZE for each in states]

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.engine.capture import Capture, Postable, Posted, capture_for
-from hybrid.engine.pieces import Layout
-from hybrid.engine.planner import LINKS, Plan
+from hybrid.engine.planner import LINKS, Layout, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows, compiled_most_likely
 

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
-from hybrid.engine.step import Part, Step
+from hybrid.engine.step import Branches, Part, Step
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts

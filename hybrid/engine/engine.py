@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache, refuse_copy
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import Explanation
+from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
-from hybrid.engine.adapters import Adapters
+from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import (
     LoadedModel,
     build_cache,
@@ -30,23 +31,139 @@ from hybrid.engine.build import (
 )
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import make_drafting
-from hybrid.engine.files import Files
-from hybrid.engine.intake import Intake, check_request_id, params_of_each
 from hybrid.engine.model_runner import Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request
+from hybrid.engine.request_builder import RequestBuilder, check_request_id, params_of_each
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
-from hybrid.engine.text_stream import TextStream
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.interrupts import check_stack
+from hybrid.key import Key
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.tiers.archive import read_archive
+from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.store import Store
 from hybrid.tiers.transfer import Transfer
+
+
+class Files:
+    """The prompts of an engine as keys of its cache, and the fingerprint of its contents.
+
+    Args:
+        loaded: the model.
+        cache: what is saved, and loaded into.
+        request_builder: makes ids of prompts.
+        adapters: those that prompts may name.
+        deterministic: contents are bitwise those of cold runs.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: HybridCache,
+        request_builder: RequestBuilder,
+        adapters: Adapters,
+        deterministic: bool,
+    ) -> None:
+        self._loaded = loaded
+        self._cache = cache
+        self._request_builder = request_builder
+        self._adapters = adapters
+        self._deterministic = deterministic
+        tiers = cache.tiers
+        self._fingerprint: Fingerprint | None = tiers.fingerprint if tiers is not None else None  # known for the disk
+
+    def fingerprint(self) -> Fingerprint:
+        """What the contents of the cache are made with. The first call reads all weights, where there is
+        no directory on disk, for which they have been read."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_of(
+                self._cache.memory, self._cache.config, self._loaded.digest(), self._deterministic
+            )
+        return self._fingerprint
+
+    def archive(
+        self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0
+    ) -> Archive:
+        """What is cached of prompts; None: of all of a namespace, or of all."""
+        if prompts is not None:
+            keys = [self.key(prompt, namespace, adapter) for prompt in as_prompts(prompts)]
+            return self._cache.archive(keys, model=self.fingerprint(), after=after)
+        space = self._namespace(namespace or "", adapter) if namespace is not None or adapter is not None else None
+        return self._cache.archive(namespace=space, model=self.fingerprint(), after=after)
+
+    def explain(self, prompt: Prompt, namespace: str, adapter: str | None) -> Explanation:
+        """The hit that a prompt would have now."""
+        key, tree = self.key(prompt, namespace, adapter), self._cache.tree
+        return explain(tree, key, len(key) - 1, tree.peek(key, len(key) - 1))
+
+    def key(self, prompt: Prompt, namespace: str | None, adapter: str | None) -> Key:
+        """The key of a prompt."""
+        return self._request_builder.encode(prompt).key(self._namespace(namespace or "", adapter))
+
+    def _namespace(self, namespace: str, adapter: str | None) -> str:
+        return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
+
+
+class TextStream(Iterator[str]):
+    """Pieces of an answer, in order. Closing or dropping it early aborts the request, from any thread: one that does
+    not own the engine has the next step do it.
+
+    Args:
+        request: not queued yet: the first piece that is asked for does that.
+        steps: of the engine.
+        claim: checks that the engine is open, and that the calling thread owns it or may own it.
+        check_owner: raises in another thread than the owner.
+    """
+
+    def __init__(
+        self, request: Request, steps: StepLoop, claim: Callable[[], None], check_owner: Callable[[], None]
+    ) -> None:
+        self._request = request
+        self._steps = steps
+        self._check_owner = check_owner
+        self._pieces = _pieces(request, steps, claim)
+
+    def __next__(self) -> str:
+        """The next piece.
+
+        Raises:
+            RequestError: the request failed; raised after the text that it had.
+            OwnershipError: another thread owns the engine. Nothing was changed.
+        """
+        self._check_owner()
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Abort the request, if it has not ended."""
+        try:
+            self._check_owner()
+        except OwnershipError:
+            self._steps.abort_later(self._request)
+        else:
+            self._pieces.close()
+
+
+def _pieces(request: Request, steps: StepLoop, claim: Callable[[], None]) -> Generator[str, None, None]:
+    ended = False
+    with steps.aborting([request]):
+        claim()
+        steps.enter([request])
+        while not ended:
+            if not request.outputs:
+                steps.work()
+            for output in request.outputs.take():
+                ended = output.finish_reason is not None
+                if output.delta:
+                    yield output.delta
+        steps.replay_while_idle()
+    if request.error is not None:
+        raise RequestError(f"{request.request_id} failed: {request.error}")
+
 
 OTHER_THREAD = (
     "An engine is used by one thread: with asyncio, or for requests from several threads "
@@ -114,8 +231,8 @@ class Engine:
             lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
-        self._intake = Intake(loaded, cache, self.adapters, self.config.max_model_len)
-        self._files = Files(loaded, cache, self._intake, self.adapters, self.deterministic)
+        self._request_builder = RequestBuilder(loaded, cache, self.adapters, self.config.max_model_len)
+        self._files = Files(loaded, cache, self._request_builder, self.adapters, self.deterministic)
         self._outputs = Outputs()
         self._numbers = count()
         self._is_closed = False
@@ -358,7 +475,7 @@ class Engine:
         """A request that can run."""
         while request_id is None or self._is_used(request_id):
             request_id = f"request-{next(self._numbers)}"
-        return self._intake.request(request_id, prompt, params, namespace, outputs)
+        return self._request_builder.request(request_id, prompt, params, namespace, outputs)
 
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._steps.requests or request_id in self._outputs
@@ -424,7 +541,7 @@ class Engine:
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._claim()
-        key = self._intake.key(prompt, namespace, adapter)
+        key = self._request_builder.key(prompt, namespace, adapter)
         with self._steps.whole():
             pin = self.cache.pin(key, ttl)
         if pin is None:

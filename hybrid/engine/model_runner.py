@@ -20,9 +20,8 @@ from hybrid.engine.cuda_graphs import CapturedPasses, Ran
 from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
-from hybrid.engine.results import Computed, PendingTokens, Result
+from hybrid.engine.results import Computed, PendingTokens, Result, Verification
 from hybrid.engine.step import Step
-from hybrid.engine.verification import Verification
 from hybrid.errors import ClosedError
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 

@@ -1,4 +1,4 @@
-"""Sizes that steps are padded to, so that few layouts occur and a graph can be captured for each.
+"""Rows of a step, and the sizes they are padded to: few layouts occur, and a graph can be captured for each.
 
 What fills a step up writes no page and no state. Decoding requests of padding have one token each, of sequences without
 keys. The tokens that fill up the prompts belong to a prompt of padding, without keys too; further prompts of padding
@@ -11,9 +11,114 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybrid.engine.sampled_rows import SampledRows
+from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
+from hybrid.speculation.drafts import Drafts
 from hybrid.units import ceil_div
+
+
+class SampledRows(NamedTuple):
+    """The rows of logits of one part: one for its last known token, and one for each draft after it.
+
+    Attributes:
+        samples: the token after its last known one is wanted.
+        num_logprobs: number of log-probabilities that are requested; None: none.
+        drafts: the drafts.
+        count: number of rows.
+        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
+        targets: the tokens after the first rows, whose log-probabilities are requested.
+        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
+    """
+
+    samples: bool
+    num_logprobs: int | None = None
+    drafts: Drafts | None = None
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
+    num_prompt_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+    forks: int = 0
+
+    @property
+    def before(self) -> int:
+        """Number of rows before that of the last known token."""
+        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
+
+    def rows(self, end: int) -> list[int]:
+        """Its rows among the tokens of the batch, of which its own end at `end`."""
+        first = end - (self.count - self.forks)
+        last_known = first + self.before
+        return [*range(first, end), *[last_known] * self.forks]
+
+    @classmethod
+    def of(cls, part: Part) -> SampledRows:
+        """Those of a part."""
+        request, samples = part.request, part.samples
+        count = request.params.logprobs if samples else None
+        if request.params.prompt_logprobs is None and request.completions is None:
+            if part.drafts is None and count is None:
+                return LAST_TOKEN if samples else NOT_SAMPLED
+            return cls(samples, count, part.drafts, part.num_drafts + 1)
+        targets: tuple[int, ...] = ()
+        first = part.end - 1
+        if request.hit_limit < request.prompt_len:
+            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
+            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
+        forks = len(request.forks) if samples else 0
+        return cls(
+            samples,
+            count,
+            part.drafts,
+            part.start + part.num_rows - first + forks,
+            request.params.prompt_logprobs if targets else None,
+            targets,
+            forks,
+        )
+
+
+LAST_TOKEN, NOT_SAMPLED = SampledRows(True), SampledRows(False)
+"""The rows of most parts."""
+
+
+def rows_of(sampled: Sequence[SampledRows], ends: Sequence[int]) -> list[int]:
+    """The rows of logits of parts among the tokens of the batch, of which those of each part end at one of `ends`."""
+    rows: list[int] = []
+    for own, end in zip(sampled, ends, strict=True):
+        rows += (end - 1,) if own.count == 1 else own.rows(end)
+    return rows
+
+
+def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tuple[Request | None, Sequence[int], int]]:
+    """For each row of logits the token that is chosen from it: of which request (None: none is wanted), after which
+    drafts, as if they are right, and after how many tokens that are not in its history yet."""
+    tokens: list[tuple[Request | None, Sequence[int], int]] = []
+    for part, own in zip(parts, sampled, strict=True):
+        request = part.request if own.samples else None
+        if own.count > 1:
+            tokens += [(None, (), 0)] * own.before
+        if own.drafts is None:
+            tokens.append((request, (), part.num_unknown))
+        else:
+            tokens += [(request, path, part.num_unknown) for path in own.drafts.after()]
+        if own.forks:
+            forks: Sequence[Request | None] = part.request.forks or [None] * own.forks  # None: it has ended since
+            tokens += [(fork, (), 0) for fork in forks]
+    return tokens
+
+
+def targets_of(sampled: Sequence[SampledRows]) -> tuple[int, ...] | None:
+    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
+    no others."""
+    if not [own for own in sampled if own.targets]:
+        return None
+    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
+
+
+def most_logprobs(sampled: Sequence[SampledRows]) -> int | None:
+    """Number of log-probabilities that a row has, at most; None: none."""
+    wanted = [own.num_logprobs for own in sampled if own.num_logprobs is not None]
+    wanted += [own.num_prompt_logprobs for own in sampled if own.num_prompt_logprobs is not None]
+    return max(wanted, default=None)
+
 
 MIN_WIDTH = 16
 """Columns of the narrowest block table of a padded step, in pages."""

@@ -6,8 +6,8 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -16,18 +16,100 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.padding import NO_PADDING, Padding, Rows, run_starts
-from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
+from hybrid.engine.padding import NO_PADDING, Padding, Rows, SampledRows, rows_of, run_starts, targets_of, tokens_of
 from hybrid.engine.request import Request
-from hybrid.engine.sampled_rows import SampledRows, rows_of, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
-from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
+
+ALIGNMENT = 2
+"""Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
+
+Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
+"""(name, (start, shape)) of every piece."""
+
+
+@dataclass
+class PlanBuffer:
+    """Numbers that become one tensor, and where each piece of them starts.
+
+    Most pieces have a few numbers: they are collected in a list, of which one array is made, instead of one for each.
+    """
+
+    layout: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _arrays: list[np.ndarray] = field(default_factory=list)
+    _list: list[int | None] = field(default_factory=list)  # what follows the arrays
+    _end: int = 0
+
+    def add(self, name: str, values: Sequence[int | None], expected: int | None = None) -> None:
+        """A piece of few numbers, whose count is checked where it is expected."""
+        count = len(values)
+        if expected is not None and count != expected:
+            raise AuditError(f"plan: {name} has {count} numbers, expected {expected}")
+        self.add_rows(name, values, (count,))
+
+    def add_rows(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
+        """A piece of few rows of numbers, one after another."""
+        count = len(values)
+        self.layout[name] = (self._end, shape)
+        self._list += values
+        if count % ALIGNMENT:
+            self._list += [0] * (-count % ALIGNMENT)
+            count += -count % ALIGNMENT
+        self._end += count
+
+    def add_array(self, name: str, values: np.ndarray) -> None:
+        """A piece that is an array of int64 or float64."""
+        flat = values.ravel().view(np.int64)
+        count = len(flat)
+        self.layout[name] = (self._end, values.shape)
+        self._arrays += [np.array(self._list, np.int64), flat]
+        self._list = [0] * (-count % ALIGNMENT)
+        self._end += count + -count % ALIGNMENT
+
+    def numbers(self) -> Tensor:
+        """All of them."""
+        return torch.from_numpy(np.concatenate((*self._arrays, np.array(self._list, np.int64))))
+
+
+def unroll(parts: Sequence[Part]) -> tuple[list[int], list[int], tuple[list[int], list[int]]]:
+    """The steps of the linear layers, as `hybrid.batch.Unrolled` and `Batch.copies` have them.
+
+    Args:
+        parts: all that decode.
+
+    Returns:
+        The decoded token that each step computes, for each decoded token its first step, and slots from which keys and
+        values are copied with those where they go.
+    """
+    steps: list[int] = []
+    places: list[int] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    for part in parts:
+        row = len(places)
+        own = [row, *(row + 1 + at for path in part.paths for at in path)]
+        places += [len(steps) + own.index(each) for each in range(row, row + part.num_rows)]
+        steps += own
+        if part.branches is not None:
+            for source, target in part.branches.copies(part.lease.block_table):
+                sources.append(source)
+                targets.append(target)
+    return steps, places, (sources, targets)
+
+
+def tables_of_drafts(parts: Sequence[Part]) -> Iterator[tuple[int, Sequence[int]]]:
+    """(row among the decoded tokens, page ids) of the drafts that form trees."""
+    row = 0
+    for part in parts:
+        if part.branches is not None:
+            yield from ((row + 1 + at, part.table(at)) for at in range(part.num_drafts))
+        row += part.num_rows
+
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
@@ -60,7 +142,7 @@ IDLE |= {
 """Pieces of a layout, and what they hold where nothing is written."""
 
 
-class UnderWay(Protocol):
+class InFlightPass(Protocol):
     """A pass that was launched, and whose results were not waited for."""
 
     @property
@@ -106,7 +188,7 @@ class Plan:
     is_padded: bool
     adapted: tuple[tuple[Adapter, int | None], ...] = ()
     targets: tuple[int, ...] | None = None
-    under_way: UnderWay | None = None
+    under_way: InFlightPass | None = None
     pads_runs: bool = False
 
     @property
@@ -239,7 +321,7 @@ def plan(
     deterministic: bool,
     padding: Padding | None = None,
     pin: bool = False,
-    under_way: UnderWay | None = None,
+    under_way: InFlightPass | None = None,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -258,26 +340,26 @@ def plan(
     prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
     num_prefills, sources = len(prefills), under_way.sources if under_way is not None else {}
     shape, positions = padding or NO_PADDING, [part.positions for part in parts]
-    rows, pieces = Rows.of(positions, num_prefills, shape), Pieces()
-    _add_tokens(pieces, parts, positions, rows, page_size, sources)
-    checkpoints = _add_checkpoints(pieces, parts, shape.captures)
+    rows, buffer = Rows.of(positions, num_prefills, shape), PlanBuffer()
+    _add_tokens(buffer, parts, positions, rows, page_size, sources)
+    checkpoints = _add_checkpoints(buffer, parts, shape.captures)
     sampled = tuple(map(SampledRows.of, parts))
     sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * rows.num_idle
-    pieces.add("sample_rows", sample_rows)
-    embeddings = _add_media(pieces, parts, rows.parts, positions)
+    buffer.add("sample_rows", sample_rows)
+    embeddings = _add_media(buffer, parts, rows.parts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
-        _add_prefills(pieces, prefills, rows, shape.width)
+        _add_prefills(buffer, prefills, rows, shape.width)
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape)
-    adapted = _add_adapted(pieces, parts, rows.parts, deterministic)
-    _add_sampling(pieces, parts, sampled, rows.num_idle)
-    _add_links(pieces, parts, rows, sources)
+        _add_decodes(buffer, decodes, positions[num_prefills:], rows.idle_decodes, shape)
+    adapted = _add_adapted(buffer, parts, rows.parts, deterministic)
+    _add_sampling(buffer, parts, sampled, rows.num_idle)
+    _add_links(buffer, parts, rows, sources)
     return Plan(
-        pieces.numbers().pin_memory() if pin else pieces.numbers(),
-        pieces.layout,
+        buffer.numbers().pin_memory() if pin else buffer.numbers(),
+        buffer.layout,
         splits,
         rows.prompts,
         rows.prompts if deterministic else None,
@@ -294,7 +376,7 @@ def plan(
 
 
 def _add_tokens(
-    pieces: Pieces,
+    buffer: PlanBuffer,
     parts: list[Part],
     positions: list[Sequence[int]],
     rows: Rows,
@@ -320,10 +402,10 @@ def _add_tokens(
     first, every = rows.known, [*chain.from_iterable(positions)]
     for name, values, idle in (("token_ids", token_ids, 0), ("positions", every, 0), ("slot_mapping", slots, -1)):
         values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
-        pieces.add(name, values + [idle] * (rows.total - len(values)), rows.total)
+        buffer.add(name, values + [idle] * (rows.total - len(values)), rows.total)
 
 
-def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
+def _add_checkpoints(buffer: PlanBuffer, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
     """The checkpoints to write, `count` with padding. Returns their parts and slots."""
     written = [
         (row, each.num_tokens - part.start, each.slot)
@@ -332,12 +414,12 @@ def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tup
         for each in part.captured
     ]
     filled = written + [(-1, -1, -1)] * (count - len(written))
-    pieces.add_rows("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
+    buffer.add_rows("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
     return tuple([(row, slot) for row, _, slot in written])
 
 
 def _add_media(
-    pieces: Pieces, parts: list[Part], places: list[range], positions: list[Sequence[int]]
+    buffer: PlanBuffer, parts: list[Part], places: list[range], positions: list[Sequence[int]]
 ) -> tuple[Tensor, ...]:
     """In a step with images, rotary positions and the rows of images. Returns their embeddings."""
     if not [part for part in parts if part.request.media is not None]:
@@ -354,12 +436,12 @@ def _add_media(
         for first, values in part.request.media.embeddings(part.start, part.end):
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
-    pieces.add_array("rotary_positions", rotary)
-    pieces.add("embedded_rows", rows)
+    buffer.add_array("rotary_positions", rotary)
+    buffer.add("embedded_rows", rows)
     return tuple(embeddings)
 
 
-def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
+def _add_sampling(buffer: PlanBuffer, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
     """How the token of every row of logits is chosen, unless all are the most likely ones."""
     if not [part for part, own in zip(parts, sampled, strict=True) if own.samples and part.request.params.temperature]:
         return
@@ -367,24 +449,24 @@ def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows,
     rows: list[SampleRow | None] = [
         request.sample_row(path, num_unknown) if request is not None else None for request, path, num_unknown in tokens
     ]
-    pieces.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * num_idle), np.float64))
+    buffer.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * num_idle), np.float64))
 
 
-def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
+def _add_links(buffer: PlanBuffer, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
     """Where the device fills in the tokens that the pass before samples."""
     unknown = [(part, place) for part, place in zip(parts, rows.parts, strict=True) if part.num_unknown]
     if not unknown:
         return
-    first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
-    first += [pieces.layout[name][0] - rows.prompts for name in ("decodes.seq_lens", "decodes.state_write")]
+    first = [buffer.layout[name][0] for name in ("token_ids", "slot_mapping")]
+    first += [buffer.layout[name][0] - rows.prompts for name in ("decodes.seq_lens", "decodes.state_write")]
     links: list[int] = []
     for part, place in unknown:
         links += (sources[part.request], *(start + place.start for start in first))
-    pieces.add_rows(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
+    buffer.add_rows(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 
 def _add_adapted(
-    pieces: Pieces, parts: list[Part], places: list[range], deterministic: bool
+    buffer: PlanBuffer, parts: list[Part], places: list[range], deterministic: bool
 ) -> tuple[tuple[Adapter, int | None], ...]:
     """The rows of each adapter, those of prompts first."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
@@ -394,27 +476,27 @@ def _add_adapted(
     adapted: list[tuple[Adapter, int | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
-        pieces.add(f"adapted.{index}", adapted_rows)
+        buffer.add(f"adapted.{index}", adapted_rows)
         num_prompt = sum(len(rows) for part, rows in own if part.is_prefill)
         adapted.append((adapter, num_prompt if deterministic else None))
     return tuple(adapted)
 
 
-def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> None:
+def _add_prefills(buffer: PlanBuffer, parts: list[Part], rows: Rows, width: int) -> None:
     """The numbers of the prompt parts, and of prompts of padding, of which the last has the tokens."""
     idle = rows.idle_prompts
     count, starts = len(parts) + idle, [0, *(place.stop for place in rows.parts[: len(parts)])]
     if idle:
         starts += [rows.known] * (idle - 1) + [rows.prompts]
-    pieces.add("prefills.cu_seqlens", starts, count + 1)
-    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, count)
-    pieces.add_array("prefills.block_table", _block_table(parts, idle, width))
-    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, count)
-    pieces.add("prefills.state_write", [part.write_slot for part in parts] + [-1] * idle, count)
+    buffer.add("prefills.cu_seqlens", starts, count + 1)
+    buffer.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, count)
+    buffer.add_array("prefills.block_table", _block_table(parts, idle, width))
+    buffer.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, count)
+    buffer.add("prefills.state_write", [part.write_slot for part in parts] + [-1] * idle, count)
 
 
 def _add_decodes(
-    pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, padding: Padding
+    buffer: PlanBuffer, parts: list[Part], positions: list[Sequence[int]], idle: int, padding: Padding
 ) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for own in positions for position in own]
@@ -429,18 +511,18 @@ def _add_decodes(
             table[row, : len(pages)] = pages
     rows = len(lengths) + idle
     steps = len(read) + idle  # more than rows where paths have drafts in common
-    pieces.add("decodes.cu_seqlens", range(rows + 1), rows + 1)
-    pieces.add("decodes.seq_lens", lengths + [0] * idle, rows)
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * idle, steps)
-    pieces.add("decodes.state_write", write + [-1] * idle, steps)
-    pieces.add_array("decodes.block_table", table)
+    buffer.add("decodes.cu_seqlens", range(rows + 1), rows + 1)
+    buffer.add("decodes.seq_lens", lengths + [0] * idle, rows)
+    buffer.add("decodes.state_read", read + [EMPTY_STATE] * idle, steps)
+    buffer.add("decodes.state_write", write + [-1] * idle, steps)
+    buffer.add_array("decodes.block_table", table)
     if [part for part in parts if part.branches is not None]:
         unrolled, places, copies = unroll(parts)
-        pieces.add(STEPS, unrolled)
-        pieces.add(f"{STEPS}.places", places)
-        pieces.add_array("copies", np.array(copies, np.int64))
+        buffer.add(STEPS, unrolled)
+        buffer.add(f"{STEPS}.places", places)
+        buffer.add_array("copies", np.array(copies, np.int64))
     if len(lengths) > len(parts):
-        pieces.add(RUN_STARTS, run_starts(parts, idle, padding.runs))
+        buffer.add(RUN_STARTS, run_starts(parts, idle, padding.runs))
 
 
 def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:

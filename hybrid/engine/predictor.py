@@ -26,7 +26,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
-from hybrid.engine.pieces import ALIGNMENT
+from hybrid.engine.planner import ALIGNMENT
 from hybrid.engine.step import Part
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device

@@ -26,7 +26,7 @@ from hybrid.tiers.tier import Reading
 
 
 class Completions(Source, Protocol):
-    """Several answers to one prompt (`hybrid.engine.completions`)."""
+    """Several answers to one prompt (`hybrid.engine.request_builder`)."""
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -94,7 +94,7 @@ class Request:
         wanted: positions at which other requests wait for a checkpoint of this one.
         leader: (request, position): this one waits until that one has committed that many tokens.
         ahead: what it will need from disk is being read while it waits; None: nothing is.
-        keeps_memory: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
+        was_retracted: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
@@ -146,7 +146,7 @@ class Request:
         self.wanted: set[int] = set()
         self.leader: tuple[Request, int] | None = None
         self.ahead: Reading | None = None
-        self.keeps_memory: bool = False
+        self.was_retracted: bool = False
         self.latest_turn: int = 0
         self.finish_reason: str | None = None
         self.error: str | None = None

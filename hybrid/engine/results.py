@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hybrid.engine.capture import Posted
 from hybrid.engine.constraints import Edits
+from hybrid.engine.padding import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.planner import Plan
+from hybrid.engine.replay import Replay
 from hybrid.engine.request import Request, Status
-from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import (
     NOT_FINITE,
     Logprobs,
@@ -26,9 +27,69 @@ from hybrid.engine.sampler import (
     most_likely,
     token_logprobs,
 )
-from hybrid.engine.verification import Verification
+from hybrid.engine.step import Part
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import HostCopy, on_device
+from hybrid.speculation.drafts import accepted
+
+
+class Verification:
+    """The drafts of one pass.
+
+    Args:
+        parts: of the step, prompt parts first.
+        end_tokens: the model's tokens that end an answer.
+        replay: computes the states of accepted drafts; None: the pass has done it.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], end_tokens: frozenset[int], replay: Callable[[Replay], None] | None
+    ) -> None:
+        self._parts = parts
+        self._end_tokens = end_tokens
+        self._replay = replay
+
+    def path(self, index: int, sampled: Sequence[int]) -> list[int]:
+        """Return the drafts of a part that are accepted.
+
+        Args:
+            sampled: the token after each of its rows; -1: the row is not finite.
+        """
+        part = self._parts[index]
+        if part.drafts is None:
+            return []
+        return accepted(part.drafts, sampled, lambda token: part.request.is_end(token, self._end_tokens))
+
+    def keep(self, paths: Sequence[list[int]]) -> None:
+        """Keep the states after the accepted drafts of each part. The front is after their last known token."""
+        if self._replay is None:
+            return
+        replay, first = Replay([], [0], [], []), 0
+        for part, path in zip(self._parts, paths, strict=True):
+            if part.is_prefill:
+                continue
+            if path:
+                replay.rows.extend([first + 1 + draft for draft in path])
+                replay.starts.append(len(replay.rows))
+                replay.read.extend([part.lease.front, *[-1] * (len(path) - 1)])
+                replay.write.extend(_writes(part, len(path)))
+            first += part.num_rows
+        if replay.rows:
+            self._replay(replay)
+
+
+def _writes(part: Part, count: int) -> list[int]:
+    """Return where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front,
+    which the scheduler then swaps with the back."""
+    writes, boundary = [-1] * count, part.boundary_before(part.end + count)
+    writes[-1] = part.lease.front
+    if boundary is not None:
+        assert part.lease.back is not None
+        writes[-1] = part.lease.back
+        if boundary > part.end:
+            writes[boundary - part.end - 1] = part.lease.front
+    return writes
+
 
 UNSETTLED = -3
 """In the place of a token that is not known before the vocabulary is sorted."""

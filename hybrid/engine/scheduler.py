@@ -1,4 +1,4 @@
-"""Which tokens the next step computes.
+"""Chooses which tokens the next step computes.
 
 Continuous batching: each step computes one token of every request that decodes and a share of the prompts, within a
 budget of tokens. A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
@@ -23,13 +23,153 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.mending import is_unexpected
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.leaders import Leaders
 from hybrid.engine.request import Request, Status
-from hybrid.engine.restoring import RestoringRequests
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
+from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
+
+
+class Leaders:
+    """Finds, for a waiting request, a running one that is about to commit more of its prefix than is usable now: its
+    leader. The leader commits where they part (`Request.wanted`), and the request starts with a hit afterwards.
+
+    Args:
+        cache: what is usable now.
+    """
+
+    def __init__(self, cache: HybridCache) -> None:
+        self._cache = cache
+        self._grid = cache.config.grid
+
+    def hold(self, request: Request, end: int, running: Iterable[Request]) -> bool:
+        """Whether a waiting request waits for a leader.
+
+        Args:
+            end: number of its tokens that are its prompt.
+            running: requests that may be its leader.
+        """
+        if request.leader is not None:
+            leader, position = request.leader
+            if leader.status is Status.RUNNING and leader.num_committed < position:
+                return True
+            request.leader = None
+        key: Key | None = None
+        usable, grid = 0, self._grid
+        for leader in running:
+            if leader.num_committed >= leader.prefill_end or leader.namespace != request.namespace:
+                continue
+            if leader.ids[:grid] != request.ids[:grid]:
+                continue  # most have nothing in common: no key is made for them
+            if key is None:
+                key = request.key()
+                usable = self._cache.tree.peek(key, end - 1).num_tokens
+            position = self._shared_len(key, leader, end - 1)
+            if position > usable and leader.num_computed < position:
+                leader.wanted.add(position)
+                request.leader = (leader, position)
+                return True
+        return False
+
+    def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
+        """Number of tokens, on the grid, that the key shares with what the leader computes as prompt."""
+        grid = self._grid
+        most = min(limit, leader.prefill_end) * TOKEN_BYTES
+        shared = common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
+        return key.whole(shared, grid)
+
+
+class RestoringRequests:
+    """Requests of which something may have to be read from disk.
+
+    What a request that is queued will need is read ahead, in the order in which requests came, while there are buffers
+    for it. A request that has its memory, and of which not all was read, computes nothing until it is (`proceed`); it
+    waits for that as long as computing would take at most.
+
+    Args:
+        cache: where requests get their memory.
+    """
+
+    def __init__(self, cache: HybridCache) -> None:
+        self._cache = cache
+        self._queued: dict[Request, int] = {}  # of which nothing was read ahead yet, with what may be cached
+        self._running: dict[Request, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._running
+
+    def queue(self, request: Request, limit: int) -> None:
+        """A request waits from now on.
+
+        Args:
+            limit: the number of its tokens that may be cached.
+        """
+        if self._cache.restores is not None:
+            self._queued[request] = limit
+            self.read_ahead()
+
+    def read_ahead(self) -> None:
+        """Begin to read for requests that wait, while there are buffers."""
+        restores = self._cache.restores
+        while self._queued and restores is not None and restores.reads_ahead:
+            request, limit = next(iter(self._queued.items()))
+            del self._queued[request]
+            request.ahead = restores.read_ahead(request.key(), limit)
+
+    def start(self, request: Request) -> bool:
+        """A request has its memory: what was read ahead is its lease's, or not needed. Returns whether it can compute
+        at once."""
+        self._end_queue(request)
+        if request.lease is None or request.lease.restoring is None:
+            return True
+        self._running[request] = None
+        return False
+
+    def forget(self, request: Request) -> None:
+        """A request gives its memory back, or waits no more."""
+        self._running.pop(request, None)
+        self._end_queue(request)
+
+    def _end_queue(self, request: Request) -> None:
+        self._queued.pop(request, None)
+        if request.ahead is not None:
+            request.ahead.drop()
+            request.ahead = None
+
+    def proceed(self, only_one: bool, failed: Callable[[Request, Exception], None]) -> list[Request]:
+        """Give requests what was read for them meanwhile. Returns those that can compute now.
+
+        Args:
+            only_one: others compute, and are delayed by it.
+            failed: called for a request for which that raises.
+        """
+        self.read_ahead()
+        ready: list[Request] = []
+        for request in list(self._running):
+            assert request.lease is not None
+            try:
+                if not self._cache.proceed(request.lease):
+                    continue
+            except Exception as error:
+                failed(request, error)
+                continue
+            del self._running[request]
+            ready.append(request)
+            if only_one:
+                break
+        return ready
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all is read for the first request that needs it, up to `seconds`."""
+        for request in self._running:
+            if request.lease is not None and request.lease.restoring is not None:
+                request.lease.restoring.wait(seconds)
+            return
+
 
 MAX_LOGIT_ROWS = 128
 """Tokens of a prompt part whose log-probabilities are wanted, at most, unless a chunk is larger."""
@@ -258,7 +398,7 @@ class Scheduler:
         while start >= len(lease.block_table) * page_size and not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
             self._retract(victim)
-            victim.keeps_memory = True
+            victim.was_retracted = True
             if victim is request:
                 return None
         on_grid = start % self._grid == 0
@@ -381,7 +521,7 @@ class Scheduler:
         lease = self.cache.begin(
             request.key(),
             self._cacheable(request),
-            request.max_len if request.keeps_memory else end,
+            request.max_len if request.was_retracted else end,
             request.params.priority,
         )
         if lease is None:
@@ -445,7 +585,7 @@ class Scheduler:
         """The request that gives way when pages run out: a replay, or else the last one that started and was not
         retracted before. Those that were have the memory for all their tokens."""
         replay = next((request for request in self.running if request.is_replay), None)
-        return replay or next(request for request in reversed(self.running) if not request.keeps_memory)
+        return replay or next(request for request in reversed(self.running) if not request.was_retracted)
 
     def _drop_replays(self) -> bool:
         replays = [request for request in self.running if request.is_replay]

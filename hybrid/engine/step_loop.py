@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.mending import is_unexpected, mend
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.guard import StepGuard
-from hybrid.engine.meter import Meter
+from hybrid.engine.failures import FailureBisector, StepGuard
 from hybrid.engine.model_runner import ClosedRunner, Pending, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.stats import EngineStats
+from hybrid.engine.stats import EngineStats, Meter
 from hybrid.engine.step import BrokenOffError, Part, Step
-from hybrid.engine.suspects import Suspects
 from hybrid.errors import (
     AuditError,
     ClosedError,
@@ -113,7 +111,7 @@ class StepLoop:
         self._overlap = overlap
         self._next: Launched | None = None
         self._latest_results = 0.0
-        self._suspects = Suspects()
+        self._bisector = FailureBisector()
         self._is_stepping = False
         self._aborted: deque[Request] = deque()
         self._is_closing = False
@@ -251,7 +249,7 @@ class StepLoop:
             launched = self._under_way(guard) or self._launch(guard)
             if launched is None:
                 if not self._scheduler.restoring:
-                    self._suspects.passed([])
+                    self._bisector.passed([])
                     return
                 with guard.interruptible():  # nothing else can be computed now
                     self._scheduler.restoring.wait(MAX_IDLE)
@@ -276,7 +274,7 @@ class StepLoop:
             self.meter.stepped()
             if drafting is not None:
                 drafting.timed(launched.step)
-            self._suspects.passed(launched.parts)
+            self._bisector.passed(launched.parts)
             if failure is not None:
                 raise failure
 
@@ -292,7 +290,7 @@ class StepLoop:
         """Schedule a step, and launch it after the one that is under way. None: there is nothing to compute now."""
         expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_ONE
         try:
-            step = self._scheduler.schedule(self._suspects.group, expected)
+            step = self._scheduler.schedule(self._bisector.group, expected)
         except BrokenOffError as broken:
             if broken.__cause__ is None or not self._mend(broken.__cause__):
                 self._scheduler.retract_all()
@@ -307,7 +305,7 @@ class StepLoop:
 
     def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
         """With overlap launch the step after one that was launched. Returns why that failed."""
-        if not self._launches_ahead or self._suspects.group is not None:
+        if not self._launches_ahead or self._bisector.group is not None:
             return None
         if any(part.samples and part.request.forks for part in launched.parts):
             return None  # the other answers begin with a copy of the state, which the next pass would change
@@ -430,7 +428,7 @@ class StepLoop:
             self._mend(failure)
         if not is_for_the_process(error) and not guard.was_interrupted:
             self.is_retrying = True
-            culprit = self._suspects.failed(guard.steps[0].parts)
+            culprit = self._bisector.failed(guard.steps[0].parts)
             if culprit is not None:
                 self.is_retrying = False
                 self._fail(culprit, error)

@@ -25,9 +25,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import AuditError, ClosedError, QueueFullError, RequestError
-from hybrid.serve.door import Asked, Door
-from hybrid.serve.inbox import Courier, Inbox
-from hybrid.serve.loop_call import LoopCall
+from hybrid.serve.admission import AdmissionQueue, Inbox, LoopCall, LoopNotifier, PendingPrompt
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -77,14 +75,14 @@ class EngineThread:
         self._is_asked_to_close = False
         self._is_closing = False  # no command is run any more, and no step
         self._process = os.getpid()
-        self._door = Door()
+        self._admission = AdmissionQueue()
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
         self._outputs: deque[RequestOutput] = deque()  # of the engine's latest step, not delivered yet
         self._unanswered: set[Inbox] = set()  # wherever they are: whatever raises, their readers get an error
         self._calls: set[Settle] = set()  # settle those that were not answered
         self._failures = 0  # one after the other
         self._ending: set[str] = set()  # ids of requests that were aborted, and whose last output the engine has
-        self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+        self._notifiers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -99,9 +97,9 @@ class EngineThread:
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
         stats = self.engine.stats()
-        return replace(stats, waiting=stats.waiting + len(self._door))
+        return replace(stats, waiting=stats.waiting + len(self._admission))
 
-    def ask(self, asked: list[tuple[Inbox, Asked]]) -> None:
+    def ask(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         """Run prompts; all of them are refused, or none.
 
         Raises:
@@ -223,7 +221,7 @@ class EngineThread:
         if self._failures == MAX_FAILURES or isinstance(error, AuditError):
             raise error
         log.warning("an unexpected exception; the engine continues", exc_info=error)
-        self._door.mend()
+        self._admission.mend()
         with self._lock:  # what was asked up to now has its command in the queue, or had it
             own = error if isinstance(error, Exception) else _ended_nothing(error)
             self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], own))
@@ -233,7 +231,7 @@ class EngineThread:
     def _fail_lost(self, inboxes: list[Inbox], calls: list[Settle], error: Exception) -> None:
         """Fail the prompts and calls of which nothing else knows: their commands have been run."""
         for inbox in inboxes:
-            is_known = inbox in self._door or self._inboxes.get(inbox.request_id or "") is inbox
+            is_known = inbox in self._admission or self._inboxes.get(inbox.request_id or "") is inbox
             if inbox in self._unanswered and not is_known:
                 self._fail(inbox, error)
         for settle in calls:
@@ -243,7 +241,7 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         """Run the commands that are there; without other work, wait for one."""
-        is_idle = not self.engine.has_work and not len(self._door)
+        is_idle = not self.engine.has_work and not len(self._admission)
         try:
             while not self._is_closing:
                 self._commands.get(block=is_idle)()
@@ -272,39 +270,39 @@ class EngineThread:
                 del self._inboxes[output.request_id]
 
     def _notify(self, inbox: Inbox) -> None:
-        courier = self._couriers.get(inbox.loop)
-        if courier is None:
-            courier = self._couriers[inbox.loop] = Courier()
-        courier.notify(inbox)
+        notifier = self._notifiers.get(inbox.loop)
+        if notifier is None:
+            notifier = self._notifiers[inbox.loop] = LoopNotifier()
+        notifier.notify(inbox)
 
     def _fail(self, inbox: Inbox, error: BaseException) -> None:
         inbox.fail(error)
         self._notify(inbox)
         self._unanswered.discard(inbox)
 
-    def _take_in(self, asked: list[tuple[Inbox, Asked]]) -> None:
+    def _take_in(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         limit = self.engine.config.max_waiting
-        waiting = self.engine.scheduler.waiting.num_requests + len(self._door)
+        waiting = self.engine.scheduler.waiting.num_requests + len(self._admission)
         if self._refuses and limit is not None and waiting + len(asked) > limit:
             text = f"{waiting} requests wait, and {len(asked)} more are too many: max_waiting={limit}"
             for inbox, _ in asked:
                 self._fail(inbox, QueueFullError(text))
             return
         for inbox, one in asked:
-            self._door.add(inbox, one)
+            self._admission.add(inbox, one)
 
     def _admit(self) -> None:
         """Give the engine the prompts that it takes now."""
         limit, began = self.engine.config.max_waiting, time.perf_counter()
-        while len(self._door):
+        while len(self._admission):
             waiting = self.engine.scheduler.waiting.num_requests
             if limit is not None and waiting >= limit:
                 return
-            inbox, asked = self._door.next()
+            inbox, asked = self._admission.next()
             if (
                 isinstance(asked.request_id, str) and asked.request_id in self._ending
             ):  # after the next step it can be used again
-                self._door.put_back(inbox, asked)
+                self._admission.put_back(inbox, asked)
                 return
             try:
                 name = self.engine.add_request(
@@ -313,7 +311,7 @@ class EngineThread:
                 self._inboxes[name], inbox.request_id = inbox, name
             except QueueFullError as error:  # it is more than one request, and fewer are allowed now
                 if waiting:
-                    self._door.put_back(inbox, asked)
+                    self._admission.put_back(inbox, asked)
                     return
                 self._fail(inbox, error)
             except Exception as error:
@@ -327,17 +325,17 @@ class EngineThread:
         Raises:
             RequestError: there is no such request.
         """
-        waiting = next((inbox for inbox, asked in self._door if asked.request_id == request_id), None)
+        waiting = next((inbox for inbox, asked in self._admission if asked.request_id == request_id), None)
         if waiting is None or request_id in self._inboxes:
             self.engine.abort(request_id)
             self._ending.add(request_id)
             return
         self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
-        self._door.remove(waiting)
+        self._admission.remove(waiting)
 
     def _drop(self, inbox: Inbox) -> None:
         """Abort the request of an inbox, wherever it is."""
-        self._door.remove(inbox)
+        self._admission.remove(inbox)
         self._unanswered.discard(inbox)
         name = inbox.request_id
         if name is not None and self._inboxes.get(name) is inbox:
@@ -367,7 +365,7 @@ class EngineThread:
             self._fail(inbox, end())
         for settle in [*self._calls]:
             settle(None, end())
-        self._door = Door()
+        self._admission = AdmissionQueue()
         self._inboxes.clear()
         self._outputs.clear()
         self._ending.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingError, SamplingParams
-from hybrid.engine.completions import params_of
+from hybrid.engine.request_builder import params_of
 from support.checkpoints import random_model, text_config
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
 

@@ -15,8 +15,7 @@ from hybrid.engine import results, sampler
 from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
 from hybrid.engine.padding import Padding, padding_of
-from hybrid.engine.pieces import ALIGNMENT, Pieces
-from hybrid.engine.planner import Plan, plan
+from hybrid.engine.planner import ALIGNMENT, Plan, PlanBuffer, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from hybrid.speculation.drafts import Drafts
@@ -392,7 +391,7 @@ def test_prompts_beside_drafts_are_not_padded(tiny: Engine) -> None:
 
 
 def test_every_piece_of_a_plan_begins_where_kernels_expect_it() -> None:
-    pieces = Pieces()
+    pieces = PlanBuffer()
     for count in (1, 2, 3, 5):
         pieces.add(f"few {count}", range(count))
         pieces.add_array(f"array {count}", np.arange(count))

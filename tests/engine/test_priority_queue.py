@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hybrid.engine.priority_queue import PriorityQueue
+from hybrid.engine.waiting import PriorityQueue
 from support.calls import calls_of
 
 

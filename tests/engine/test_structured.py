@@ -11,8 +11,7 @@ import torch
 
 from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
 from hybrid.engine import structured
-from hybrid.engine.constraints import Constraints, Edits
-from hybrid.engine.structured import Grammars
+from hybrid.engine.constraints import Constraints, Edits, Grammars
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
 
 SCHEMA = {

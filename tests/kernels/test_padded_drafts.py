@@ -17,8 +17,8 @@ from hybrid import Engine, SpeculationConfig
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.padding import MAX_ROWS_WITH_DRAFTS, Padding, padding_of
 from hybrid.engine.replay import Replay, replay_states
+from hybrid.engine.results import Verification
 from hybrid.engine.step import Step
-from hybrid.engine.verification import Verification
 from hybrid.speculation.drafter import History
 from support.drafters import Scripted, chain
 from support.engines import GRID, greedy, ids

@@ -33,7 +33,7 @@ from hybrid import (
 )
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
-from hybrid.serve.inbox import Inbox
+from hybrid.serve.admission import Inbox
 from support.engines import answer, engine_on, greedy, ids
 from support.planted import Planted, PlantedError
 from support.scheduling import VOCAB, Counting, Known, engine_without_model

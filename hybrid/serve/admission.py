@@ -8,11 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import RequestError
-from hybrid.serve.loop_call import LoopCall
+from hybrid.interrupts import deferred_interrupts
+from hybrid.prompts.encode import Prompt
+
+
+class LoopCall:
+    """One call of a function in an event loop, from any thread.
+
+    A signal handler that raises in the lines of the event loop makes it drop the callback that it is about to run. So
+    the loop gets each call twice, and the second does nothing if the first was made. While the function runs handlers
+    wait. If it raises it is called again.
+
+    Args:
+        loop: if it is closed, the call is not made.
+        function: without arguments.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+        self._loop = loop
+        self._function = function
+        self._is_due = True
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(self)
+            loop.call_soon_threadsafe(self)
+
+    def __call__(self) -> None:
+        """In the event loop."""
+        if not self._is_due:
+            return
+        try:
+            with deferred_interrupts():  # an event loop drops what a handler raises in a callback
+                self._function()
+                self._is_due = False
+        finally:
+            if self._is_due:
+                self._loop.call_soon(self)
 
 
 class Inbox:
@@ -99,7 +138,7 @@ class Inbox:
             self._is_read = False
 
 
-class Courier:
+class LoopNotifier:
     """Wakes the readers of one event loop, with one callback for all of them. Keeps neither them nor the loop alive."""
 
     def __init__(self) -> None:
@@ -121,3 +160,72 @@ class Courier:
                 inbox.wake()
             self._waiting.clear()
             self._is_due = False
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPrompt:
+    """One prompt, as it was asked.
+
+    Attributes:
+        prompt, params, namespace, request_id: as for `Engine.add_request`.
+    """
+
+    prompt: Prompt
+    params: SamplingParams | None
+    namespace: str
+    request_id: str | None
+
+
+class AdmissionQueue:
+    """Prompts that wait until the engine takes another request, by turns between namespaces."""
+
+    def __init__(self) -> None:
+        self._by_namespace: OrderedDict[str, OrderedDict[Inbox, PendingPrompt]] = (
+            OrderedDict()
+        )  # both with the next one first
+        self._namespaces: dict[Inbox, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._namespaces)
+
+    def __contains__(self, inbox: object) -> bool:
+        return inbox in self._namespaces
+
+    def __iter__(self) -> Iterator[tuple[Inbox, PendingPrompt]]:
+        for own in self._by_namespace.values():
+            yield from own.items()
+
+    def add(self, inbox: Inbox, asked: PendingPrompt) -> None:
+        """Another one waits; its outputs go to the inbox."""
+        self._by_namespace.setdefault(asked.namespace, OrderedDict())[inbox] = asked
+        self._namespaces[inbox] = asked.namespace
+
+    def next(self) -> tuple[Inbox, PendingPrompt]:
+        """Remove and return the one whose turn it is. There must be one."""
+        namespace, own = next(iter(self._by_namespace.items()))
+        inbox, asked = next(iter(own.items()))
+        self._by_namespace.move_to_end(namespace)
+        self.remove(inbox)
+        return inbox, asked
+
+    def put_back(self, inbox: Inbox, asked: PendingPrompt) -> None:
+        """The one that was removed last could not be taken: it is the next again."""
+        self.add(inbox, asked)
+        self._by_namespace[asked.namespace].move_to_end(inbox, last=False)
+        self._by_namespace.move_to_end(asked.namespace, last=False)
+
+    def remove(self, inbox: Inbox) -> None:
+        """Forget the one of an inbox, if it waits."""
+        namespace = self._namespaces.pop(inbox, None)
+        if namespace is None:
+            return
+        own = self._by_namespace[namespace]
+        del own[inbox]
+        if not own:
+            del self._by_namespace[namespace]
+
+    def mend(self) -> None:
+        """Make it consistent after an exception in one of the calls. Who was added or removed then may be there."""
+        for namespace in [name for name, own in self._by_namespace.items() if not own]:
+            del self._by_namespace[namespace]
+        self._namespaces = {inbox: asked.namespace for inbox, asked in self}

@@ -1,4 +1,4 @@
-"""Which request makes steps fail.
+"""Failures of steps: what they undo, and which request is their reason.
 
 A step that fails is undone, and computed again: most failures do not repeat. When it fails again with the same
 requests, they are computed in halves, and the half that fails in halves again, until one request is left. That one is
@@ -8,12 +8,14 @@ the culprit.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 
 from hybrid.engine.request import Request, Status
-from hybrid.engine.step import Part
+from hybrid.engine.step import Part, Step
+from hybrid.interrupts import DeferredInterrupts, is_for_the_process
 
 
-class Suspects:
+class FailureBisector:
     """The requests among which the culprit is looked for.
 
     A request is suspected until it has been computed beyond where it failed: what a step undid is computed again first,
@@ -59,3 +61,48 @@ class Suspects:
             self._groups.popleft()
         while self._groups and not any(request in self._failed for request in self._groups[0]):
             self._groups.popleft()
+
+
+class StepGuard:
+    """The failures of one step.
+
+    Args:
+        interrupts: the section in which signal handlers wait.
+
+    Attributes:
+        steps: what is undone when the step fails: the step itself, and the one launched after it.
+        failures: requests that failed by themselves, with the exceptions.
+    """
+
+    def __init__(self, interrupts: DeferredInterrupts) -> None:
+        self.steps: list[Step] = []
+        self.failures: list[tuple[Request, BaseException]] = []
+        self._interrupts = interrupts
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Let signal handlers run: what they raise undoes the step."""
+        return self._interrupts.opened()
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the step failed because a signal handler raised: no request is the reason."""
+        return self._interrupts.was_interrupted
+
+    def undo_on_failure(self, step: Step) -> Step:
+        """From now on a failure undoes this step, too."""
+        self.steps.append(step)
+        return step
+
+    def keep_on_failure(self, step: Step) -> None:
+        """The results of this step are there: from now on it is not undone."""
+        self.steps.remove(step)
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        """What was raised is the failure of this request, which has not ended."""
+        self.failures.append((request, error))
+
+    def raise_pending(self) -> None:
+        """Raise the first failure that is meant for the process."""
+        for _, error in self.failures:
+            if is_for_the_process(error):
+                raise error
