@@ -156,10 +156,6 @@ class Program:
             self._parts += [Tasks(found)] if is_task else found
         self._is_compiled = len(self._parts) == 1 and isinstance(steps[0], Task)
 
-    def then(self, *others: Program) -> Program:
-        """This pass and others after it, as one."""
-        return Program([*self._steps, *(step for other in others for step in other._steps)])
-
     def __call__(self) -> None:
         """Run the pass again."""
         if self._is_compiled:

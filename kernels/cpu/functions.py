@@ -40,7 +40,7 @@ OF_NUMBERS = {
 OF_PRODUCTS = {"matmul": ("multiply_panels", "multiply")}
 
 OF_FLOATS = {
-    "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
+    "drafts": ("most_likely", "continue_chains"),
     "experts": ("route_experts",),
     "elementwise": ("softmax", "log_softmax"),
     "memory": ("fill",),

@@ -25,12 +25,3 @@ FP8_MAX = 448.0
 
 LEFT_OUT = -2
 """In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""
-
-VERIFIED = 8
-"""Numbers of a sequence whose drafts are accepted: as `hybrid.kernels.cpu.drafts.Verified.requests`."""
-
-FOLLOWED = 5
-"""Numbers of a sequence that is computed in rounds: as `hybrid.kernels.cpu.drafts.Rounds.followed`."""
-
-ENDED, LEFT = 1, 2
-"""Why no further round follows: whatever comes next is not known here; or sources were left that had the drafts."""
