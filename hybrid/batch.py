@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class StateSteps(NamedTuple):
-    """Where the linear layers read and write the states of N decoded tokens.
+    """The places where the linear layers read and write the states of N decoded tokens.
 
     Attributes:
         starts: `[R + 1]` where the tokens of each request begin.
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def steps(self) -> StateSteps:
-        """Where the linear layers read and write the states of decoded tokens."""
+        """The places where the linear layers read and write the states of decoded tokens."""
         starts = self.cu_seqlens if self.run_starts is None else self.run_starts
         return StateSteps(starts, self.state_read, self.state_write)
 

@@ -167,13 +167,14 @@ def deferred() -> Iterator[None]:
 
 
 def is_for_the_process(error: BaseException) -> bool:
-    """Whether an exception is meant for the process, and no failure of what was under way: Ctrl-C, or a function of the
-    user's that calls `sys.exit`. Only the main thread can end the process: elsewhere it is a failure like any other."""
+    """Tell whether an exception is meant for the process, and no failure of what was under way: Ctrl-C, or a function
+    of the user's that calls `sys.exit`. Only the main thread can end the process: elsewhere it is a failure like any
+    other."""
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def has_stack() -> bool:
-    """Whether there is room on Python's stack for a piece of bookkeeping."""
+    """Tell whether there is room on Python's stack for a piece of bookkeeping."""
     try:
         sys._getframe(max(0, sys.getrecursionlimit() - STACK))
     except ValueError:  # the stack is not as deep

@@ -95,7 +95,7 @@ class LayerTensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a page, or in a state slot.
+    """The place of a tensor in a page, or in a state slot.
 
     Attributes:
         name, shape, dtype: of the tensor.
@@ -154,7 +154,7 @@ class HybridSpec:
         return replace(self, tokens=(*tokens,))
 
     def page_places(self, page_size: int) -> tuple[Place, ...]:
-        """Where each tensor per token is in a page.
+        """Return where each tensor per token is in a page.
 
         Raises:
             ArgumentError: a page would end inside a block of a tensor.
@@ -179,7 +179,7 @@ class HybridSpec:
 
     @property
     def state_places(self) -> tuple[Place, ...]:
-        """Where each tensor per sequence is in a state slot."""
+        """The place of each tensor per sequence in a state slot."""
         places, end = [], 0
         for tensor in self.state:
             places.append(Place(tensor.name, tensor.shape, tensor.dtype, end, tensor.num_bytes))

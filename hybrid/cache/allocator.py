@@ -53,7 +53,7 @@ class Allocator:
 
     @property
     def num_moved(self) -> int:
-        """How many units were moved together so far."""
+        """The number of units that were moved together so far."""
         return self._elastic.compactor.num_moved if self._elastic is not None else 0
 
     # Allocating

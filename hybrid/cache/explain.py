@@ -10,7 +10,7 @@ from hybrid.tree.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How much of a prompt was cached, and why not more.
+    """An explanation of how much of a prompt was cached, and why not more.
 
     Attributes:
         asked: tokens of the prompt.

@@ -11,7 +11,7 @@ from hybrid.version import __version__
 
 
 def writer_of(memory: CacheMemory) -> ContentWriter:
-    """Who reads and writes the contents of a memory.
+    """Return the reader and writer of the contents of a memory.
 
     Raises:
         ArgumentError: no one does.

@@ -30,7 +30,7 @@ class HeldSlots:
         return len(self._held)
 
     def keeps(self, piece: int) -> bool:
-        """Whether a piece has a held slot."""
+        """Tell whether a piece has a held slot."""
         return piece in self._held
 
     def add(self, slot: int) -> None:

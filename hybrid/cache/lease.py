@@ -1,4 +1,4 @@
-"""What one running request holds of the cache."""
+"""The pages and slots that one running request holds of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when an exception comes out of the bookkeeping of a step."""
+"""The mending of a cache after an exception came out of the bookkeeping of a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What leaves the device: each checkpoint that is evicted is offered to the tiers, and each page that such a
-checkpoint needs."""
+"""The offer of evicted units to the tiers: each checkpoint, and each page that such a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -205,7 +204,7 @@ class Offloader:
         return bytes(self._memory.downloads.wait(read()))
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
-        """Whether a checkpoint would be copied if it left the device.
+        """Tell whether a checkpoint would be copied if it left the device.
 
         Args:
             num_tokens: tokens that a hit saves.

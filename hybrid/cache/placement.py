@@ -1,4 +1,4 @@
-"""Where to place checkpoints along a prompt. All positions are multiples of the grid."""
+"""The placement of checkpoints along a prompt. All positions are multiples of the grid."""
 
 from collections.abc import Collection, Iterator
 

@@ -18,7 +18,7 @@ from hybrid.tree.node import Checkpoint, Kind, NodeUsage
 
 
 class Outcome(Enum):
-    """What became of a boundary."""
+    """The outcome of restoring a boundary."""
 
     RESTORED = "restored"
     PRESENT = "the cache has it already"
@@ -89,7 +89,7 @@ class Restorer:
 
     @property
     def arrivals(self) -> Uploads:
-        """What was written, and is on its way."""
+        """The uploads that were written, and are on their way."""
         return self._memory.uploads
 
     def fill(self, lease: Lease, boundary: Boundary) -> Outcome:

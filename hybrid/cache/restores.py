@@ -87,7 +87,7 @@ class Restores:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether more may be read ahead now."""
+        """Tell whether more may be read ahead now."""
         disk = self._tiers.disk
         return disk is not None and not disk.is_empty and disk.reader.reads_ahead
 

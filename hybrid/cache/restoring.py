@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is restored from."""
+        """The labels of the tiers that it is restored from."""
         return " and ".join(tier.label for tier in self.names)
 
     def refusal(self, why: str) -> str:
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """What is restored for a lease, which has computed nothing yet.
+    """The restore for a lease, which has computed nothing yet.
 
     Attributes:
         names: of the prefixes of its key, one for each page.
@@ -70,7 +70,7 @@ class Restoring:
 
     @property
     def is_due(self) -> bool:
-        """Whether all was read, or it is too late for that."""
+        """Tell whether all was read, or it is too late for that."""
         return all(reading.is_done for reading in self.readings.values()) or time.monotonic() >= self.until
 
     def wait(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Restoring:
         return contents
 
     def drop(self) -> None:
-        """What is read is not wanted any more."""
+        """Drop what is read: it is not wanted any more."""
         for reading in self.readings.values():
             reading.drop()
         self.readings = {}

@@ -1,4 +1,4 @@
-"""What a cache looks like at this moment, for the pictures of `hybrid.observe`."""
+"""A picture of a cache at this moment, for `hybrid.observe`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache counts."""
+"""The counts of a cache."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Tiers:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """What is evicted meanwhile is not copied, and all copies are forgotten."""
+        """Copy nothing of what is evicted meanwhile, and forget all copies."""
         self.offloader.discard(True)
         try:
             yield
@@ -86,7 +86,7 @@ class Tiers:
                 tier.clear()
 
     def begin_shutdown(self) -> bool:
-        """What is evicted from now on may wait for the disk. False: there is none."""
+        """Let what is evicted from now on wait for the disk. False: there is none. False: there is none."""
         self.offloader.end()
         if self.disk is not None:
             self.disk.be_patient(SHUTDOWN_SECONDS)
@@ -115,7 +115,7 @@ class Tiers:
         stats.tier_failures += self.offloader.num_failures
 
     def violations(self) -> list[str]:
-        """What is wrong with their bookkeeping, for the audit."""
+        """Return what is wrong with their bookkeeping, for the audit."""
         return [line for tier in self.places for line in tier.violations()]
 
     def is_back(self, name: Name) -> None:

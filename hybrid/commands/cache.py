@@ -102,7 +102,7 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
 def _pairs(
     engine: Engine, key: Key, cold: Engine, cold_key: Key, end: int
 ) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """What both have up to a checkpoint."""
+    """Yield the tensors that both have up to a checkpoint."""
     both = []
     for one, own in ((engine, key), (cold, cold_key)):
         node = one.cache.tree.peek(own, end).checkpoint
@@ -117,7 +117,7 @@ def _pairs(
 
 
 def _same(there: Tensor | None, here: Tensor | None, tolerance: float) -> bool:
-    """Whether both hold the same: bit by bit where the tolerance is 0, else as far as it allows."""
+    """Tell whether both hold the same: bit by bit where the tolerance is 0, else as far as it allows."""
     if there is None or here is None:
         return False
     if not tolerance:
@@ -213,7 +213,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _kv_dtype(page: str) -> Literal["auto", "int8", "fp8"]:
-    """How a file keeps keys and values, by the tensors of its pages (`Fingerprint.page`)."""
+    """Return how a file keeps keys and values, by the tensors of its pages (`Fingerprint.page`)."""
     for name in ("int8", "fp8"):
         if f"kv {KV_DTYPES[name]} ".replace("torch.", "") in page:
             return name

@@ -258,14 +258,14 @@ def _numbers(size: object) -> tuple[int, int]:
 
 
 def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) -> Fingerprint | None:
-    """What copies on disk are made with; None: there are none, and no weights are read."""
+    """Return the fingerprint that copies on disk are made with; None: there are none, and no weights are read."""
     if config.disk is None or not config.enabled:
         return None
     return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
 def is_captured(loaded: LoadedModel, config: EngineConfig) -> bool:
-    """Whether decode steps are captured."""
+    """Tell whether decode steps are captured."""
     return not config.enforce_eager and loaded.model.decode_can_be_recorded
 
 
@@ -276,7 +276,7 @@ def model_runner(
     deterministic: bool,
     speculation: SpeculationConfig | None = None,
 ) -> ModelRunner:
-    """What computes the steps of an engine on its model."""
+    """Make the runner that computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic, speculation)
@@ -302,7 +302,7 @@ def check_settings(cache: object, config: object) -> None:
 
 
 def is_deterministic(config: CacheConfig, device: torch.device) -> bool:
-    """Whether hits must be bitwise equal to cold runs: as configured; by default on a CPU with fp32 states."""
+    """Tell whether hits must be bitwise equal to cold runs: as configured; by default on a CPU with fp32 states."""
     if config.deterministic is not None:
         return config.deterministic
     return device.type == "cpu" and config.state_dtype == "float32"

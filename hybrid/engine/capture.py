@@ -31,7 +31,7 @@ class Posted(Protocol):
 
 @runtime_checkable
 class Postable(Protocol):
-    """What runs a captured function again, if other threads can do so: a program of compiled operations."""
+    """A captured function that other threads can run again: a program of compiled operations."""
 
     def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> Posted | None:
         """Have it run by other threads, after what was posted before. None: by no other one.
@@ -44,7 +44,7 @@ class Postable(Protocol):
 
 
 def capture_for(device: torch.device) -> Capture:
-    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
+    """Return the way to capture passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
     if device.type == "cuda":
         return CudaCapture(device)
     module: Any = compiled_module("capture")

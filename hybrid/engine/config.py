@@ -12,7 +12,7 @@ from hybrid.units import byte_count
 @checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine schedules requests and launches steps.
+    """Settings for how an engine schedules requests and launches steps.
 
     Args:
         max_num_seqs: number of requests that run at once, at most.

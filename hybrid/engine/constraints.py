@@ -62,7 +62,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow the answer."""
+        """Tell whether nothing can follow the answer."""
         return bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
@@ -75,8 +75,8 @@ class Matcher:
             raise SamplingError(f"structured: the answer cannot be followed: {self._matcher.get_error()!s:.300}")
 
     def mask(self, drafts: Sequence[int] = ()) -> Numbers:
-        """Which tokens may follow the answer and these drafts: `[ceil(vocab / 32)]` int32, a bit for each token. Where
-        a draft is not allowed, no token after it counts, and the mask is that of its place.
+        """Return which tokens may follow the answer and these drafts: `[ceil(vocab / 32)]` int32, a bit for each token.
+        Where a draft is not allowed, no token after it counts, and the mask is that of its place.
 
         Raises:
             SamplingError: the grammar is too large to be followed further.
@@ -153,7 +153,7 @@ class Grammars:
 
 
 def json_options() -> dict[str, Any]:
-    """How the installed llguidance limits white space in JSON."""
+    """Return the options by which the installed llguidance limits white space in JSON."""
     major, minor = map(int, version("llguidance").split(".")[:2])
     return JSON_OPTIONS if (major, minor) >= (1, 8) else JSON_OPTIONS_BEFORE_1_8
 
@@ -193,7 +193,7 @@ def _library() -> ModuleType:
 
 
 class RowEdits(NamedTuple):
-    """What is done to one row of logits, in this order.
+    """The changes of one row of logits, in the order in which they are made.
 
     Attributes:
         bias: (token ids, numbers that are added).
@@ -212,7 +212,7 @@ class RowEdits(NamedTuple):
 
 
 class Constraints:
-    """What one request's parameters do to its logits.
+    """The constraints that one request's parameters put on its logits.
 
     Args:
         params: of the request.
@@ -254,7 +254,7 @@ class Constraints:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow the answer."""
+        """Tell whether nothing can follow the answer."""
         return self._matcher is not None and self._matcher.is_complete
 
     def accept(self, token: int) -> None:
@@ -270,8 +270,8 @@ class Constraints:
             self._count(token)
 
     def after(self, drafts: Sequence[int] = ()) -> RowEdits:
-        """What is done to the logits of the token after the history and these draft tokens. Without drafts it is the
-        first row of a pass."""
+        """Return the changes of the logits of the token after the history and these draft tokens. Without drafts it is
+        the first row of a pass."""
         answer = [*self._answer, *drafts]
         if not drafts:
             self._failures = {}
@@ -334,12 +334,12 @@ class Constraints:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether logits depend on the tokens that there were."""
+    """Tell whether logits depend on the tokens before."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def are_needed(params: SamplingParams) -> bool:
-    """Whether a request with these parameters has constraints."""
+    """Tell whether a request with these parameters has constraints."""
     return bool(
         has_penalty(params)
         or params.logit_bias
@@ -373,7 +373,7 @@ def _num_parameters(function: LogitsProcessor) -> int:
 
 @dataclass(frozen=True)
 class Edits:
-    """What is done to rows of logits, on the host. `[N]` entries each, with the row and the token of an entry.
+    """The changes of rows of logits, on the host. `[N]` entries each, with the row and the token of an entry.
 
     Attributes:
         bias: (rows, tokens, numbers), or None; likewise the others.

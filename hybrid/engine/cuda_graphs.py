@@ -74,7 +74,7 @@ class SharedLogits:
 
 
 class Ran(NamedTuple):
-    """What a pass has computed: valid until the next one.
+    """The results of a pass: valid until the next one.
 
     Attributes:
         logits: `[rows, vocab]`.
@@ -93,7 +93,7 @@ class Ran(NamedTuple):
 
 
 class CapturedModel:
-    """What captured passes need of a model: its weights stay where they are, since graphs know addresses alone.
+    """A model as captured passes need it: its weights stay where they are, since graphs know addresses alone.
 
     Args:
         parts: modules that compute the pass, with all that belong to them; anything else has neither weights nor hooks.
@@ -106,7 +106,7 @@ class CapturedModel:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether a module has a hook, which a graph would not call."""
+        """Tell whether a module has a hook, which a graph would not call."""
         return any(self._hooks)
 
 
@@ -152,7 +152,7 @@ class CapturedPasses:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether a module of the model has a hook, which a graph would not call: steps are launched then."""
+        """Tell whether a module of the model has a hook, which a graph would not call: steps are launched then."""
         return self._captured_model.is_hooked
 
     @property
@@ -207,7 +207,7 @@ class CapturedPasses:
         return Ran(graph.logits, plan.sampling(plan.numbers), found, None, posted)
 
     def _is_worth_it(self, plan: Plan) -> bool:
-        """Whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
+        """Tell whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
         if not plan.num_prefill_tokens or plan.shape in self._occurred:
             self._occurred.discard(plan.shape)
             return True
@@ -222,7 +222,7 @@ class CapturedPasses:
         plan.fill_in(numbers, tokens)
 
     def _result(self, plan: Plan, graph: Graph) -> Ran:
-        """What a graph has computed for a plan."""
+        """Return the results of a graph for a plan."""
         keep = graph.after_drafts.keep if graph.after_drafts is not None else None
         most_likely = graph.most_likely[0] if graph.most_likely else None
         return Ran(graph.logits, plan.sampling(graph.numbers), most_likely, keep)

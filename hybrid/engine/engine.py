@@ -78,8 +78,8 @@ class Files:
         self._fingerprint: Fingerprint | None = tiers.fingerprint if tiers is not None else None  # known for the disk
 
     def fingerprint(self) -> Fingerprint:
-        """What the contents of the cache are made with. The first call reads all weights, where there is
-        no directory on disk, for which they have been read."""
+        """Return the fingerprint of the contents of the cache. The first call reads all weights, where there is no
+        directory on disk, for which they have been read."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(
                 self._cache.memory, self._cache.config, self._loaded.digest(), self._deterministic
@@ -89,7 +89,7 @@ class Files:
     def archive(
         self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0
     ) -> Archive:
-        """What is cached of prompts; None: of all of a namespace, or of all."""
+        """Return an archive of what is cached of prompts; None: of all of a namespace, or of all."""
         if prompts is not None:
             keys = [self.key(prompt, namespace, adapter) for prompt in as_prompts(prompts)]
             return self._cache.archive(keys, model=self.fingerprint(), after=after)
@@ -319,7 +319,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.loaded.device
 
     @property
@@ -395,7 +395,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
+        """Tell whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
         return self.scheduler.has_work or bool(self._outputs)
 
     @known_keywords(params=SamplingParams)
@@ -451,7 +451,7 @@ class Engine:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether the latest step failed, and its requests are computed again by the next one."""
+        """Tell whether the latest step failed, and its requests are computed again by the next one."""
         return self._steps.is_retrying
 
     def abort(self, request_id: str) -> None:
@@ -483,8 +483,8 @@ class Engine:
     # The whole
 
     def stats(self) -> EngineStats:
-        """What the engine did and does. May be called from any thread at any time: each of the figures was right at
-        some moment during the call."""
+        """Return the counts of the engine since it was made, and its present state. May be called from any thread at
+        any time: each of the figures was right at some moment during the call."""
         return self._steps.stats()
 
     def close(self) -> None:
@@ -594,7 +594,7 @@ class Engine:
         adapter: str | None = None,
         after: int = 0,
     ) -> bytes:
-        """As `save`, in memory: to hand prompts that were computed here to another engine.
+        """Return what `save` writes, as bytes: to hand prompts that were computed here to another engine.
 
         Args:
             after: leave out the pages of the first `after` tokens, which the other engine has: the `page_hit` of its

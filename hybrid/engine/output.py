@@ -102,7 +102,7 @@ class RequestOutput:
         return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Return the HTML that a notebook shows of it."""
         times = [] if self.time_to_first_token is None else [f"first token after {self.time_to_first_token:.3f} s"]
         times += [] if self.tokens_per_second is None else [f"{self.tokens_per_second:.1f} tokens per second"]
         rows = [
@@ -118,14 +118,14 @@ class RequestOutput:
 
 
 class Source(Protocol):
-    """What has outputs: a request."""
+    """A source of outputs: a request."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether its next output is the last."""
+        """Tell whether its next output is the last."""
         ...
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
@@ -162,7 +162,7 @@ class Outputs:
         return outputs
 
     def take_ended(self) -> list[RequestOutput]:
-        """As `take`, but for the requests that have ended: no output is made of the others."""
+        """Take the outputs of the requests that have ended, as `take` does; none is made of the others."""
         ended = [name for name, request in self._moved.items() if request.has_ended]
         if not ended:
             return []

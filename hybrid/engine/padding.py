@@ -51,7 +51,7 @@ class SampledRows(NamedTuple):
 
     @classmethod
     def of(cls, part: Part) -> SampledRows:
-        """Those of a part."""
+        """Return the rows of a part."""
         request, samples = part.request, part.samples
         count = request.params.logprobs if samples else None
         if request.params.prompt_logprobs is None and request.completions is None:
@@ -241,7 +241,7 @@ class Rows(NamedTuple):
 
 
 def run_starts(decodes: Sequence[Part], idle: int, runs: int) -> list[int]:
-    """Where the steps of each request that decodes start, and the end.
+    """Return where the steps of each request that decodes start, and the end.
 
     Args:
         idle: rows of padding, which are spread over the runs that are left.

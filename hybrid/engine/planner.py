@@ -147,7 +147,7 @@ class InFlightPass(Protocol):
 
     @property
     def sources(self) -> Mapping[Request, int]:
-        """Of each request whose token the pass chooses: its row among the tokens."""
+        """The row among the tokens of each request whose token the pass chooses."""
         ...
 
     def choose(self) -> Tensor:
@@ -220,7 +220,7 @@ class Plan:
 
     @property
     def sizes(self) -> str:
-        """How large it is."""
+        """The size of the layout, as text."""
         prompts = f"{self.num_prefill_tokens} tokens of prompts and " if self.num_prefill_tokens else ""
         tables = [self.layout[f"{kind}.block_table"][1] for kind in self.splits]
         return f"{prompts}{self.num_decoded} rows, block tables of {max(width for _, width in tables)} pages"
@@ -237,7 +237,7 @@ class Plan:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the pass computes drafts."""
+        """Tell whether the pass computes drafts."""
         return RUN_STARTS in self.layout
 
     def batch(self, numbers: Tensor) -> Batch:
@@ -287,7 +287,8 @@ class Plan:
         return torch.cat([on_device(piece, device) for piece in self.embeddings])
 
     def sampling(self, numbers: Tensor) -> SamplingRows | None:
-        """How tokens are sampled, as views of numbers of this layout; None: every row takes its most likely token."""
+        """Return how tokens are sampled, as views of numbers of this layout; None: every row takes its most likely
+        token."""
         if SAMPLING not in self.layout:
             return None
         return SamplingRows(*self._view(numbers, SAMPLING).view(torch.float64))
@@ -442,7 +443,7 @@ def _add_media(
 
 
 def _add_sampling(buffer: PlanBuffer, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
-    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    """Add how the token of every row of logits is chosen, unless all are the most likely ones."""
     if not [part for part, own in zip(parts, sampled, strict=True) if own.samples and part.request.params.temperature]:
         return
     tokens = tokens_of(parts, sampled)
@@ -453,7 +454,7 @@ def _add_sampling(buffer: PlanBuffer, parts: list[Part], sampled: tuple[SampledR
 
 
 def _add_links(buffer: PlanBuffer, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
-    """Where the device fills in the tokens that the pass before samples."""
+    """Add the places where the device fills in the tokens that the pass before samples."""
     unknown = [(part, place) for part, place in zip(parts, rows.parts, strict=True) if part.num_unknown]
     if not unknown:
         return

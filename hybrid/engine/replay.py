@@ -126,7 +126,7 @@ class ReplayOfAll:
             log.warning("capturing a replay failed (%s: %s); it is launched", type(error).__name__, error)
 
     def _launched(self) -> Tensor:
-        """Where it is not captured, what computes it may not leave out rows: they read the empty state."""
+        """Launch it without a capture. Rows are not left out then: they read the empty state."""
         read = self._steps.read
         self._launch(self._steps._replace(read=torch.where(read == LEFT_OUT, EMPTY_STATE, read)))
         return self._numbers

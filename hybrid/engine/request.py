@@ -35,7 +35,7 @@ class Completions(Source, Protocol):
 
 
 class Status(Enum):
-    """Where a request is."""
+    """The status of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -43,7 +43,7 @@ class Status(Enum):
 
 
 class RequestKind(StrEnum):
-    """What a request is for.
+    """The purpose of a request.
 
     An answer continues a prompt. A replay computes the tokens of a finished answer once more, as whole chunks, so that
     they can be shared in deterministic mode; it has no output.
@@ -55,7 +55,7 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows the tokens of one answer.
+    """The continuation of a prompt besides its token ids: how they are decoded, and what limits and adapts them.
 
     Attributes:
         text: decodes them; None: there is no tokenizer, or no text is wanted.
@@ -179,7 +179,7 @@ class Request:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its answer has ended."""
+        """Tell whether its answer has ended."""
         return self.finish_reason is not None
 
     @property
@@ -188,8 +188,8 @@ class Request:
         return len(self.ids) - self.prompt_len
 
     def sample_row(self, drafts: Sequence[int] = (), num_unknown: int = 0) -> SampleRow:
-        """How the token after the known ones, and after draft tokens that may follow them, is chosen. Asking changes
-        nothing.
+        """Return how the token after the known ones, and after draft tokens that may follow them, is chosen. Asking
+        changes nothing.
 
         Args:
             num_unknown: number of tokens between, which are not in the history yet.
@@ -199,7 +199,7 @@ class Request:
 
     @property
     def source(self) -> Source:
-        """What its outputs are made of."""
+        """The source of its outputs."""
         return self if self.completions is None else self.completions
 
     @property
@@ -215,7 +215,7 @@ class Request:
 
     @property
     def why_no_token(self) -> str | None:
-        """What failed when its next token was to be chosen; None: nothing did."""
+        """The failure when its next token was to be chosen; None: there was none."""
         return self.constraints.failure if self.constraints is not None else None
 
     @property
@@ -232,7 +232,7 @@ class Request:
         return self.max_len - len(self.ids)
 
     def is_end(self, token: int, end_tokens: frozenset[int]) -> bool:
-        """Whether a token ends the answer.
+        """Tell whether a token ends the answer.
 
         Args:
             end_tokens: the model's.
@@ -246,12 +246,12 @@ class Request:
 
     @property
     def may_end_anywhere(self) -> bool:
-        """Whether more than single tokens ends the answer: a stop text, or the end of a grammar."""
+        """Tell whether more than single tokens ends the answer: a stop text, or the end of a grammar."""
         return bool(self.params.stop) or self.constraints is not None
 
     @property
     def ends_with_next_token(self) -> bool:
-        """Whether the next token is the last one that there is room for."""
+        """Tell whether the next token is the last one that there is room for."""
         return self.num_left <= 1
 
     def key(self) -> Key:

@@ -49,12 +49,12 @@ class Completions:
 
     @property
     def request_id(self) -> str:
-        """Of the request."""
+        """The id of the request."""
         return self.requests[0].request_id
 
     @property
     def has_ended(self) -> bool:
-        """Whether all answers have."""
+        """Tell whether all answers have ended."""
         return all(request.has_ended for request in self.requests)
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
@@ -196,7 +196,7 @@ class RequestBuilder:
         return requests[0]
 
     def _continuation(self, params: SamplingParams, prompt: list[int], adapter: Adapter | None) -> Continuation:
-        """What follows the tokens of an answer."""
+        """Return how the tokens of an answer are decoded, constrained and adapted."""
         tokenizer = self._loaded.tokenizer
         text = None
         if tokenizer is not None and params.detokenize:
@@ -204,7 +204,7 @@ class RequestBuilder:
         return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None, adapter)
 
     def _constraints(self, params: SamplingParams, prompt: list[int]) -> Constraints:
-        """What is done to the logits of an answer.
+        """Return the constraints on the logits of an answer.
 
         Raises:
             PromptError: a token id is outside the vocabulary, or texts are given and there is no tokenizer.

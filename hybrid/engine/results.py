@@ -1,4 +1,4 @@
-"""What a pass has computed: its tokens, chosen on the device and sent to the host.
+"""The results of a pass: its tokens, chosen on the device and sent to the host.
 
 Tokens are chosen as late as that can be without the device waiting: before the next pass is launched, which continues
 from them, and after the host has the tokens before them, on which constraints depend.
@@ -96,7 +96,7 @@ UNSETTLED = -3
 
 
 class Result(NamedTuple):
-    """What a pass computed for one part of its step.
+    """The result of a pass for one part of its step.
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
@@ -124,7 +124,7 @@ class Result(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a pass leaves on the device.
+    """The tensors that a pass leaves on the device.
 
     Attributes:
         logits: `[S, vocab]` fp32.
@@ -224,7 +224,7 @@ class PendingTokens:
         return self._results(tokens, more or None, bad, late)
 
     def _edits(self) -> Edits | None:
-        """What is done to the logits before. Nothing for requests that have ended meanwhile."""
+        """Return the changes of the logits before tokens are chosen. Nothing for requests that have ended meanwhile."""
         if not [part for part in self._plan.parts if part.request.constraints is not None or part.request.forks]:
             return None
         edits = [

@@ -44,7 +44,7 @@ WHOLE = 2**52
 
 
 class SampleRow(NamedTuple):
-    """How the token of one row of logits is chosen.
+    """The way the token of one row of logits is chosen.
 
     Attributes:
         params: of its request.
@@ -56,7 +56,7 @@ class SampleRow(NamedTuple):
 
 
 class SamplingRows(NamedTuple):
-    """How a token is chosen from each of S rows of logits: `[S]` fp64 each, as in `SamplingParams`.
+    """The way a token is chosen from each of S rows of logits: `[S]` fp64 each, as in `SamplingParams`.
 
     Attributes:
         uniform: the random number of the row, in [0, 1).
@@ -187,7 +187,7 @@ def _most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `_most_likely`; of those that are equal to the last one the first tokens."""
+    """Return what `_most_likely` does; among values equal to the smallest of them, those of the first tokens."""
     if values.numel() <= MAX_SORTED:
         few, tokens = values.sort(dim=-1, descending=True, stable=True)
         return few[:, :count], tokens[:, :count]

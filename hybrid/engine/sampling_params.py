@@ -63,7 +63,7 @@ MAX_BIAS = 100.0
 @checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. The default is greedy.
+    """Parameters for continuing a prompt. The default is greedy.
 
     `SamplingParams()` are these defaults, whatever the checkpoint's `generation_config.json` says: that file makes
     `Engine.default_params`, which are used where a call gives no parameters. To change some of them, use
@@ -162,7 +162,7 @@ class SamplingParams:
             )
 
     def _sampling(self) -> dict[str, Any]:
-        """How a token is chosen, as checked values."""
+        """Return how a token is chosen, as checked values."""
         return {
             "temperature": _temperature(self.temperature),
             "top_k": _integer("top_k", self.top_k, 0, MAX_INT, "; use 0 for all tokens"),
@@ -175,7 +175,7 @@ class SamplingParams:
         }
 
     def _limits(self) -> dict[str, Any]:
-        """Where the answer ends, and what happens to the prompt, as checked values."""
+        """Return where the answer ends, and what happens to the prompt, as checked values."""
         return {
             "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, MAX_INT),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT),
@@ -191,7 +191,7 @@ class SamplingParams:
         }
 
     def _logits(self) -> dict[str, Any]:
-        """What is done to logits, as checked values."""
+        """Return what is done to logits, as checked values."""
         return {
             "presence_penalty": _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),

@@ -44,7 +44,7 @@ class Leaders:
         self._grid = cache.config.grid
 
     def hold(self, request: Request, end: int, running: Iterable[Request]) -> bool:
-        """Whether a waiting request waits for a leader.
+        """Tell whether a waiting request waits for a leader.
 
         Args:
             end: number of its tokens that are its prompt.
@@ -210,12 +210,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
+        """Tell whether a request waits or runs."""
         return bool(self.waiting or self.running)
 
     @property
     def may_prefill(self) -> bool:
-        """Whether the next step may have prompts."""
+        """Tell whether the next step may have prompts."""
         starts = self.waiting and len(self.running) < self.config.max_num_seqs
         return bool(starts) or any(request.is_prefilling for request in self.running)
 
@@ -462,7 +462,7 @@ class Scheduler:
         return Part(request, lease, start, end, True, self._samples(request, end))
 
     def _samples(self, request: Request, end: int) -> bool:
-        """Whether the token after a part that ends there is not known yet, and wanted."""
+        """Tell whether the token after a part that ends there is not known yet, and wanted."""
         return not request.is_replay and end == len(request.ids) + (request in self._expected)
 
     def _wanted(self, request: Request, lease: Lease) -> dict[int, Kind]:
@@ -554,7 +554,7 @@ class Scheduler:
         return min(self._prompt_end(request) - 1, request.hit_limit)
 
     def _is_prefilling(self, request: Request) -> bool:
-        """Whether a request that runs has tokens of its prompt to compute now."""
+        """Tell whether a request that runs has tokens of its prompt to compute now."""
         return request.is_prefilling and request not in self.restoring
 
     def fork(self, request: Request, fork: Request) -> None:

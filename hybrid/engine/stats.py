@@ -12,7 +12,7 @@ from hybrid.speculation.speculator import DrafterStats
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many durations were how long.
+    """A histogram of durations.
 
     Attributes:
         bounds: upper bounds of the buckets, in seconds, ascending; a last bucket has none.
@@ -51,7 +51,7 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """What an engine has done since it was made, and what it does now.
+    """The counts of an engine since it was made, and its present state.
 
     Attributes:
         waiting: requests that have no memory yet, or had to give it back.
@@ -115,7 +115,7 @@ class Durations:
         self._total += seconds
 
     def histogram(self) -> Histogram:
-        """As it is now."""
+        """Return the histogram as it is now."""
         return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
@@ -147,7 +147,7 @@ class Rate:
 
 
 class Meter:
-    """What an engine has delivered.
+    """The counts of what an engine has delivered.
 
     Attributes:
         finished: number of requests by `finish_reason`.

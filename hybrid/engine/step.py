@@ -155,18 +155,18 @@ class Part:
 
     @property
     def write_slot(self) -> int | None:
-        """Where the pass keeps the state after its tokens, without drafts."""
+        """The slot in which the pass keeps the state after its tokens, without drafts."""
         return self.lease.back if self.swaps else self.lease.front
 
     @property
     def is_alive(self) -> bool:
-        """Whether the request still runs on the memory that the part was scheduled for."""
+        """Tell whether the request still runs on the memory that the part was scheduled for."""
         return self.request.lease is self.lease
 
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
+    """The parts that one forward pass computes: prompt parts first, then single tokens with their drafts."""
 
     parts: list[Part]
 

@@ -68,7 +68,7 @@ class Size(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What steps of an engine may have.
+    """The limits of the steps of an engine.
 
     Attributes:
         requests: that run.

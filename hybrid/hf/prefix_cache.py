@@ -407,7 +407,7 @@ class PrefixCache:
         return self.cache.stats()
 
     def speculation_stats(self) -> dict[str, DrafterStats]:
-        """What each drafter has done since the cache was made, by its name."""
+        """Return the counts of each drafter since the cache was made, by its name."""
         return self._drafting.stats
 
     def verify_contents(self) -> None:

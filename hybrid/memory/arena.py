@@ -31,7 +31,7 @@ MAX_PASSED_OVER = 64
 
 
 class PieceLayout(NamedTuple):
-    """How a piece is divided.
+    """The division of a piece into units.
 
     Attributes:
         num_bytes: size of a piece: whole pages.
@@ -293,7 +293,8 @@ class ArenaPool:
             self._open.pop(piece, None)
 
     def plan_moves(self, may_move: Callable[[int], bool]) -> dict[int, int] | None:
-        """Which units to move where, so that a piece becomes free: those of the emptiest piece that can be emptied.
+        """Plan which units to move where, so that a piece becomes free: those of the emptiest piece that can be
+        emptied.
 
         Changes nothing. None when no piece can be emptied.
 

@@ -242,8 +242,8 @@ class LayerGroup(NamedTuple):
 
 
 def layer_groups(spec: HybridSpec, page_size: int, min_bytes: int) -> tuple[LayerGroup, ...]:
-    """How the contents of pages and state slots are divided, in the order of the layers. What no layer lists may be
-    read by any, and comes with the first.
+    """Return how the contents of pages and state slots are divided, in the order of the layers. What no layer lists may
+    be read by any, and comes with the first.
 
     Args:
         min_bytes: a group has no share of a page, or one that is at least so large. The last may be smaller.

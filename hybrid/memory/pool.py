@@ -1,4 +1,4 @@
-"""Which indices of a pool are free."""
+"""The free indices of a pool."""
 
 from collections.abc import Iterable
 

@@ -55,7 +55,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         check_namespace(asked.namespace)
 
     def begin(self) -> tuple[Inbox, PendingPrompt]:
-        """Where the outputs go, and what is asked. From now on the request is aborted with this stream."""
+        """Return where the outputs go, and what is asked. From now on the request is aborted with this stream."""
         self._inbox = Inbox(only_ends=self._only_ends)
         return self._inbox, self._asked
 
@@ -93,7 +93,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self.abort()
 
     def abort(self) -> None:
-        """As `aclose`, for callers that cannot wait."""
+        """Abort the request as `aclose` does, for callers that cannot wait."""
         with deferred_interrupts():
             if not self._has_ended and self._inbox is not None:
                 self._thread.forget(self._inbox)
@@ -177,7 +177,7 @@ class AsyncEngine:
         speculation: SpeculationConfig | str | None = None,
         when_full: Literal["wait", "refuse"] = "wait",
     ) -> AsyncEngine:
-        """As `Engine.from_pretrained`. It blocks while the checkpoint is loaded; `await
+        """Load an engine, as `Engine.from_pretrained` does. It blocks while the checkpoint is loaded; `await
         asyncio.to_thread(AsyncEngine.from_pretrained, ...)` does not.
 
         Raises:
@@ -265,12 +265,12 @@ class AsyncEngine:
         return result
 
     def stats(self) -> EngineStats:
-        """As `Engine.stats`; prompts that wait until the engine takes them count as waiting."""
+        """Return the stats of the engine; prompts that wait until the engine takes them count as waiting."""
         return self._thread.stats()
 
     @property
     def is_running(self) -> bool:
-        """Whether prompts are taken: the engine was not closed, and its thread did not end with an error."""
+        """Tell whether prompts are taken: the engine was not closed, and its thread did not end with an error."""
         return self._thread.is_running
 
     async def close(self) -> None:

@@ -58,7 +58,7 @@ class SpeculationConfig:
 
     @property
     def uses_predictor(self) -> bool:
-        """Whether the checkpoint's own predictor drafts."""
+        """Tell whether the checkpoint's own predictor drafts."""
         return "mtp" in self.drafters
 
     @classmethod

@@ -53,7 +53,7 @@ class Drafts:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
+        """Tell whether each token follows the one before it."""
         return self.parents == _chained(len(self.tokens))
 
     @property
@@ -334,7 +334,7 @@ class DraftTree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was proposed."""
+        """Tell whether nothing was proposed."""
         return self._first is None
 
     @property

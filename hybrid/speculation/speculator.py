@@ -96,7 +96,7 @@ class PassTimes:
 
     @property
     def knows_plain(self) -> bool:
-        """Whether a pass without drafts was timed lately: else it would be believed for ever that drafts pay."""
+        """Tell whether a pass without drafts was timed lately: else it would be believed for ever that drafts pay."""
         return bool(self._squares[0, 0] - self._squares[0, 2] >= KNOWN)
 
     def of(self, rows: int, has_drafts: bool) -> float:
@@ -272,7 +272,7 @@ class Speculator:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether as many drafts are computed as are worth it; else as many as there are."""
+        """Tell whether as many drafts are computed as save time; else as many as there are."""
         return self._config.adaptive
 
     @property

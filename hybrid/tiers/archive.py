@@ -92,7 +92,7 @@ class Archive:
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
-        """Of each node: the first of its ids in bytes, the first of its pages, and its checkpoint."""
+        """The first of its ids in bytes, the first of its pages, and the checkpoint of each node."""
         places, ids, pages, checkpoints = [], 0, 0, 0
         for node in self.nodes:
             places.append((ids, pages, checkpoints))
@@ -102,7 +102,7 @@ class Archive:
         return places
 
     def num_pages(self, node: ArchivedNode) -> int:
-        """How many pages of an edge it holds."""
+        """Count the pages of an edge that it holds."""
         return max(0, node.end - max(node.start, self.after)) // self.fingerprint.page_size
 
     def path(self, index: int) -> list[int]:
@@ -144,7 +144,7 @@ class Archive:
 
     @property
     def transfer(self) -> Transfer:
-        """What it holds, as numbers."""
+        """The size of its contents."""
         num_bytes = self.pages.numel() + self.checkpoints.numel()
         return Transfer(len(self.checkpoints), len(self.pages), num_bytes)
 
@@ -286,7 +286,7 @@ def _read(source: str | Path | bytes | bytearray | memoryview) -> tuple[dict[str
 
 
 def _is_other_kind(path: Path) -> bool:
-    """Whether there is something at a path that is not a file."""
+    """Tell whether there is something at a path that is not a file."""
     return path.exists() and not path.is_file()
 
 

@@ -1,4 +1,4 @@
-"""How long something takes, as measured lately."""
+"""The duration of work, as measured lately."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ logger = logging.getLogger("hybrid.tiers")
 
 @dataclass
 class DiskCounts:
-    """What a disk did.
+    """The counts of a disk.
 
     Attributes:
         num_failures: writes and reads that failed.
@@ -87,7 +87,7 @@ class DiskCounts:
 
 
 class Health:
-    """Whether the directory works: after a failure it is left alone for a while, longer each time.
+    """The health of the directory: after a failure it is left alone for a while, longer each time.
 
     Attributes:
         failure: what failed last; None: it works.
@@ -114,7 +114,7 @@ class Health:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is too early for another attempt."""
+        """Tell whether it is too early for another attempt."""
         return self.failure is not None and time.monotonic() < self._resumes_at
 
 
@@ -267,7 +267,7 @@ class Holdings:
                 self.count(name[1], pending.note, former.refs.upward(name[1]))
 
     def violations(self) -> list[str]:
-        """What is wrong with its bookkeeping, for the audit."""
+        """Return what is wrong with its bookkeeping, for the audit."""
         noted = {name for (kind, name), place in self.places.items() if kind == CHECKPOINT and place.note is not None}
         wrong = self.refs.violations(noted | {name for kind, name in self.waiting if kind == CHECKPOINT})
         if set(self.order) != set(self.segments):
@@ -433,7 +433,7 @@ class DiskTier:
         return True
 
     def _renew(self, offer: Offer) -> bool:
-        """Whether there is a copy. It is ranked as if it came now."""
+        """Tell whether there is a copy, and rank it as if it came now. It is ranked as if it came now."""
         held = self._holdings
         found = held.places.get(offer.name) or held.waiting.get(offer.name)
         if found is None:
@@ -483,7 +483,7 @@ class DiskTier:
         return self._begin(names, self.reader.begin)
 
     def read_ahead(self, names: Sequence[Name]) -> Reading:
-        """As `begin`, for a request that does not wait for them yet."""
+        """Begin to read, as `begin` does, for a request that does not wait for the copies yet."""
         return self._begin(names, self.reader.begin_ahead)
 
     def _begin(self, names: Sequence[Name], begin: Begin) -> Reading:
@@ -498,7 +498,7 @@ class DiskTier:
         return begin(folder.store, wanted, self._refusal)
 
     def _wanted(self, name: Name) -> Wanted | Contents:
-        """Where a copy is; its contents, if it waits for the writer."""
+        """Return where a copy is; its contents, if it waits for the writer."""
         if name in self._holdings.waiting:
             return self._holdings.waiting[name].contents
         place = self._holdings.places.get(name)

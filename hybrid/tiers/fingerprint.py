@@ -1,4 +1,4 @@
-"""What must agree for the contents of pages and checkpoints to mean the same in two caches."""
+"""The fingerprint of a cache: what must agree for contents of pages and checkpoints to mean the same in two caches."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def arithmetic() -> dict[str, str]:
 
 
 def _compiled() -> str:
-    """What compiled operations take of the CPU that may change bits. Two of one name may differ in that: a virtual
-    machine hides instructions."""
+    """Return the abilities of the CPU that compiled operations use and that may change bits. Two of one name may differ
+    in that: a virtual machine hides instructions."""
     if all(op.compiled_function() is None for op in OPS.values()):
         return ""
     target: Any = compiled_module("target")

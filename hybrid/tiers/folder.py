@@ -433,7 +433,7 @@ class CacheFolder:
         return [row for row in rows if row.id not in known or not self._is_whole(row)], files
 
     def _is_whole(self, row: SegmentRow) -> bool:
-        """Whether the file of a row is there, ours, and as long as it was."""
+        """Tell whether the file of a row is there, ours, and as long as it was."""
         if not isinstance(row.file, str) or not FILE.fullmatch(row.file) or type(row.num_bytes) is not int:
             return False
         try:
@@ -446,7 +446,7 @@ class CacheFolder:
 
     @property
     def is_current(self) -> bool:
-        """Whether its manifest is still the one that was opened: it may have been removed."""
+        """Tell whether its manifest is still the one that was opened: it may have been removed."""
         try:
             return self._manifest.stat().st_ino == self._inode
         except OSError:
@@ -507,7 +507,7 @@ class CacheFolder:
         return Arrival(row, "", [], {name: why for name, _ in placed if name[0] == CHECKPOINT})
 
     def reuse(self) -> list[Counts]:
-        """What was learned of the reuse of groups of checkpoints, the part too that is not sound."""
+        """Return the counts of the reuse of groups of checkpoints, sound or not."""
         return self._db.execute("SELECT worth_group, departed, wanted FROM reuse LIMIT ?", (MAX_GROUPS,)).fetchall()
 
     def parts(self) -> Iterator[FolderPart]:

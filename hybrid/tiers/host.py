@@ -236,8 +236,8 @@ class HostTier:
         return gone
 
     def take_dropped(self) -> list[Dropped]:
-        """What was dropped since the last call because others are worth more: each checkpoint before the pages that
-        only it needed, of which the last comes first."""
+        """Take what was dropped since the last call because others are worth more: each checkpoint before the pages
+        that only it needed, of which the last comes first."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

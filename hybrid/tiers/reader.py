@@ -62,7 +62,7 @@ class Buffer:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the thread reads it now."""
+        """Tell whether the thread reads it now."""
         return self.started is not None and not self.is_done
 
 
@@ -103,12 +103,12 @@ class BufferedReading:
 
     @property
     def error(self) -> tuple[Buffer, Exception] | None:
-        """What failed first, and how; None: nothing has."""
+        """The first buffer that failed, and its error; None: none has."""
         return next(((one, one.error) for one in self.buffers if one.error is not None), None)
 
     def late(self) -> tuple[Buffer, int, float] | None:
-        """What of it is read now, and how many bytes of it were read in how many seconds, that one included; None:
-        something else is read, or nothing."""
+        """Return the buffer of it that is read now, and how many bytes of it were read in how many seconds, that one
+        included; None: something else is read, or nothing."""
         now = next((buffer for buffer in self.buffers if buffer.is_under_way), None)
         if now is None or now.started is None:
             return None
@@ -160,7 +160,7 @@ class Reader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether more may be read ahead now."""
+        """Tell whether more may be read ahead now."""
         return self._num_bytes < MAX_AHEAD_BYTES
 
     @property
@@ -181,7 +181,7 @@ class Reader:
         return self._begin(store, wanted, failed, self._wanted)
 
     def begin_ahead(self, store: Store, wanted: Sequence[Wanted | Contents], failed: Failed) -> BufferedReading:
-        """As `begin`, for a request that does not wait for them yet."""
+        """Begin to read, as `begin` does, for a request that does not wait for the copies yet."""
         before = self._num_bytes
         reading = self._begin(store, wanted, failed, self._ahead)
         self.bytes_ahead += self._num_bytes - before
@@ -244,7 +244,7 @@ class Reader:
         self._worker.close(0.0)
 
     def violations(self) -> list[str]:
-        """What is wrong with its bookkeeping, for the audit."""
+        """Return what is wrong with its bookkeeping, for the audit."""
         with self._changed:
             wrong = []
             if sum(buffer.num_bytes for buffer in self._buffers.values()) != self._num_bytes:

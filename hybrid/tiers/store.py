@@ -30,7 +30,7 @@ class Store(Protocol):
     """Named contents. Each call raises an `OSError` where it fails, and may be made from any thread."""
 
     def contains(self, name: str) -> bool:
-        """Whether there are contents of that name."""
+        """Tell whether there are contents of that name."""
         ...
 
     def put_from(self, name: str, parts: Sequence[Contents]) -> None:
@@ -85,7 +85,7 @@ def checked_store(store: object) -> Store:
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether a file or directory belongs to the user of this process."""
+    """Tell whether a file or directory belongs to the user of this process."""
     return status.st_uid == os.geteuid()
 
 

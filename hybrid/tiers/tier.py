@@ -55,7 +55,7 @@ class UnavailableError(HybridError):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is known of a checkpoint besides its contents.
+    """The facts known of a checkpoint besides its contents.
 
     Attributes:
         kind: why it was put there.
@@ -81,7 +81,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What leaves another place.
+    """A copy that leaves another place, as offered to a tier.
 
     Attributes:
         name: of the copy.
@@ -107,7 +107,7 @@ class Reading(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether `take` has an answer."""
+        """Tell whether `take` has an answer."""
         ...
 
     @property
@@ -190,7 +190,7 @@ class Tier(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing to restore, and nothing to say about that."""
+        """Tell whether it has nothing to restore, and nothing to report of that."""
         ...
 
     def __contains__(self, name: object) -> bool: ...
@@ -226,13 +226,13 @@ class Tier(Protocol):
         ...
 
     def violations(self) -> list[str]:
-        """What is wrong with its bookkeeping, for the audit."""
+        """Return what is wrong with its bookkeeping, for the audit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a request got from the tiers.
+    """The contents that a request got from the tiers.
 
     Attributes:
         tier: where it came from: "host memory", "disk", "host memory and disk".

@@ -1,4 +1,4 @@
-"""What a save or a load has moved."""
+"""The size of a save or a load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Transfer:
-    """What a save or a load has moved.
+    """The size of a save or a load.
 
     Attributes:
         checkpoints: positions at which requests can resume.

@@ -1,4 +1,4 @@
-"""What a copy is worth: when one is made, and which is dropped first. One rule for all tiers.
+"""The value of a copy: when one is made, and which is dropped first. One rule for all tiers.
 
 The eviction policy of the device decides what leaves it, and in which order. A tier copies a checkpoint that is likely
 to save as much time as copying it takes, and drops the copy of the lowest rank (`EvictionOrder`).
@@ -91,7 +91,7 @@ def halved(left: float, wanted: float) -> tuple[float, float]:
 
 
 def is_sound(group: object, left: object, wanted: object) -> bool:
-    """Whether counts are of the types and in the ranges of what is written."""
+    """Tell whether counts are of the types and in the ranges of what is written."""
     return (
         isinstance(group, str)
         and GROUP.fullmatch(group) is not None
@@ -142,8 +142,8 @@ class Savings:
         return gain
 
     def is_worth_copying(self, note: Note, cost: Cost, is_certain: bool) -> bool:
-        """Whether a checkpoint that leaves the device is likely to save as much time as copying it and its pages takes,
-        which is taken to be that of restoring them.
+        """Tell whether a checkpoint that leaves the device is likely to save as much time as copying it and its pages
+        takes, which is taken to be that of restoring them.
 
         Args:
             cost: of a restore.
@@ -250,7 +250,7 @@ class PageRefCounts:
         return len(self._counts)
 
     def has_checkpoint(self, name: bytes) -> bool:
-        """Whether there is a checkpoint at the end of a page."""
+        """Tell whether there is a checkpoint at the end of a page."""
         return name in self._checkpoints
 
     def add(self, path: Iterable[bytes]) -> list[bytes]:
@@ -333,7 +333,7 @@ class PageRefCounts:
         self._checkpoints.clear()
 
     def violations(self, checkpoints: Iterable[bytes]) -> list[str]:
-        """What is wrong with it, for the audit.
+        """Return what is wrong with it, for the audit.
 
         Args:
             checkpoints: those that there are.

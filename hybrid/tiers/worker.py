@@ -91,7 +91,7 @@ class ProcessLock:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this process was forked from the one that made it."""
+        """Tell whether this process was forked from the one that made it."""
         return self._process != os.getpid()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
