@@ -190,7 +190,7 @@ class _Wave(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """Where the inputs lie that windows are made of, `[windows, past]` each.
+    """The places of the inputs that windows are made of, `[windows, past]` each.
 
     Attributes:
         slots: `[windows]` where each goes.

@@ -188,14 +188,14 @@ def setting() -> str:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether operations on tensors of a device are computed by our Triton kernels."""
+    """Tell whether operations on tensors of a device are computed by our Triton kernels."""
     asked = setting()
     return asked == "triton" or (asked == "auto" and device.type == "cuda")
 
 
 @lru_cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Where it is not, the log says so once."""
+    """Tell whether Triton is installed. Where it is not, the log says so once."""
     try:
         found = find_spec("triton") is not None
     except ImportError:  # a finder of modules refuses it
@@ -259,12 +259,13 @@ _choices: list[dict[str, Callable[..., Any]]] = []
 
 
 def is_compiled(device: torch.device) -> bool:
-    """Whether the operations on tensors of a device are compiled for the CPU at hand."""
+    """Tell whether the operations on tensors of a device are compiled for the CPU at hand."""
     return device.type == "cpu" and setting() == "auto"
 
 
 def multiplies_pairs() -> bool:
-    """Whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of numbers."""
+    """Tell whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of
+    numbers."""
     return setting() == "auto" and bool(compiled_module("target").HAS_PAIRS)
 
 

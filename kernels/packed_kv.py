@@ -29,7 +29,7 @@ def row_size(head_dim: int) -> int:
 
 
 def is_packed(pages: Tensor) -> bool:
-    """Whether pages hold packed rows."""
+    """Tell whether pages hold packed rows."""
     return pages.dtype in KV_DTYPES.values()
 
 

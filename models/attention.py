@@ -23,7 +23,7 @@ WINDOW = "window"
 
 
 class Heads(nn.Module):
-    """What every kind of attention consists of: projections, and a norm of queries and keys per head.
+    """The parts of every kind of attention: projections, and a norm of queries and keys per head.
 
     Args:
         layer: its place in a page.

@@ -63,7 +63,7 @@ def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None
 
 
 def unsupported_rotary(rope: Mapping[str, Any]) -> str | None:
-    """What of rotary parameters transformers does not know; None: nothing."""
+    """Return what of rotary parameters transformers does not know; None: nothing."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", "default")
@@ -160,8 +160,8 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def decode_can_be_recorded(self) -> bool:
-        """Whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU its
-        products are compiled (experts read on the host which tokens are theirs)."""
+        """Tell whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU
+        its products are compiled (experts read on the host which tokens are theirs)."""
         if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
             return not self.waits_for_device
         has_experts = any(isinstance(module, Experts) for module in self.modules())
@@ -178,7 +178,7 @@ class CausalLM(nn.Module, ABC):
         return self.model.norm.weight.dtype
 
     def own_spec(self) -> HybridSpec:
-        """Those of this model by layers, with what its predictor keeps, which comes last."""
+        """Return the spec of this model by layers, with what its predictor keeps, which comes last."""
         spec = self.spec(self.config, self.dtype)
         tokens = tuple(tensor.name for tensor in spec.tokens)
         states = tuple(tensor.name for tensor in spec.state)
@@ -195,7 +195,7 @@ class CausalLM(nn.Module, ABC):
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
-        """What of a configuration is not computed here; None: all of it is."""
+        """Return what of a configuration is not computed here; None: all of it is."""
         if (message := unsupported_rotary(config.rope_parameters)) is not None:
             return message
         if config.hidden_act != "silu":
@@ -323,7 +323,7 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def prompts_can_be_recorded(self) -> bool:
-        """Whether a graph of a pass with prompts can be captured: nothing of it depends on their numbers on the host. A
-        predictor keeps the last hidden state of every prompt, also of one that is padding."""
+        """Tell whether a graph of a pass with prompts can be captured: nothing of it depends on their numbers on the
+        host. A predictor keeps the last hidden state of every prompt, also of one that is padding."""
         device = self.lm_head.weight.device
         return self.decode_can_be_recorded and kernels.uses_triton(device) and self.mtp is None

@@ -110,7 +110,7 @@ class Gemma3ForCausalLM(CausalLM):
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
-        """What of a configuration is not computed here; None: all of it is."""
+        """Return what of a configuration is not computed here; None: all of it is."""
         if config.hidden_activation != "gelu_pytorch_tanh":
             return f"hidden_activation {config.hidden_activation!r} is not supported, only 'gelu_pytorch_tanh'"
         for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):

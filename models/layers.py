@@ -50,7 +50,7 @@ class Linear(nn.Module):
         return self.complete(linear(x, self.weight, batch.decode_start, self.scale), x, batch)
 
     def complete(self, y: Tensor, x: Tensor, batch: Batch) -> Tensor:
-        """What adapters and the bias add to the product `y` of rows `x`, which may be written."""
+        """Add what adapters and the bias contribute to the product `y` of rows `x`; `y` may be written."""
         for adapted in batch.adapted:
             weights = adapted.weights.get(self)
             if weights is not None:  # single rows one by one: the bits of a row do not depend on who else is adapted

@@ -187,7 +187,7 @@ def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool,
 
 
 def has_predictor(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has the predictor that `load_model` loads with `mtp`.
+    """Tell whether a checkpoint has the predictor that `load_model` loads with `mtp`.
 
     Raises:
         CheckpointError: its weights cannot be read.
@@ -205,7 +205,7 @@ def running_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def can_quantize(device: torch.device) -> bool:
-    """Whether weights can be int8 on a device: their products are compiled."""
+    """Tell whether weights can be int8 on a device: their products are compiled."""
     return is_compiled(device)
 
 

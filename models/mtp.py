@@ -70,7 +70,7 @@ class MultiTokenPredictor(nn.Module):
 
     @staticmethod
     def extend(spec: HybridSpec, hidden_size: int) -> HybridSpec:
-        """What a model keeps, with what its predictor keeps."""
+        """Add what a predictor keeps to the spec of its model."""
         tokens = tuple(
             replace(tensor, outer=(tensor.outer[0] + 1, *tensor.outer[1:])) if tensor.name == "kv" else tensor
             for tensor in spec.tokens

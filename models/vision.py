@@ -168,7 +168,7 @@ class VisionTower:
 
 
 def _is_pillow(image: Any) -> bool:
-    """Whether an object is an image of Pillow. Where Pillow was not imported there is none."""
+    """Tell whether an object is an image of Pillow. Where Pillow was not imported there is none."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(image, module.Image)
 

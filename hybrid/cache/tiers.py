@@ -86,7 +86,7 @@ class Tiers:
                 tier.clear()
 
     def begin_shutdown(self) -> bool:
-        """Let what is evicted from now on wait for the disk. False: there is none. False: there is none."""
+        """Let what is evicted from now on wait for the disk. False: there is none."""
         self.offloader.end()
         if self.disk is not None:
             self.disk.be_patient(SHUTDOWN_SECONDS)

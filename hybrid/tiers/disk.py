@@ -433,7 +433,7 @@ class DiskTier:
         return True
 
     def _renew(self, offer: Offer) -> bool:
-        """Tell whether there is a copy, and rank it as if it came now. It is ranked as if it came now."""
+        """Tell whether there is a copy, and rank it as if it came now."""
         held = self._holdings
         found = held.places.get(offer.name) or held.waiting.get(offer.name)
         if found is None:

@@ -4,7 +4,8 @@
     <token>.safetensors    a segment: many copies, written once
 
 Files come while their process holds the write transaction of the manifest, which commits their rows, and their rows go
-before they do. So whoever holds that transaction knows that a file without a row is nobody's, whoever was killed when.
+before they do. So the process that holds that transaction knows that a file without a row is abandoned, even after a
+kill.
 
 Nothing in the folder is trusted: rows that make no sense are left out when they are read, and contents are compared
 with checksums that cover name, note and fingerprint. No decision depends on the time of day.
@@ -347,7 +348,7 @@ class CacheFolder:
             os.close(os.open(self._manifest, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         self._inode = self._manifest.stat().st_ino
         modes = ["mode=rw"]
-        if self.read_only:  # without a log nobody has it open; SQLite would make one, or could not
+        if self.read_only:  # without a log no process has it open; SQLite would make one, or could not
             is_open = Path(f"{self._manifest}-wal").exists()
             modes = ["mode=ro", "immutable=1"] if is_open else ["immutable=1"]
         for mode in modes:
@@ -682,7 +683,7 @@ def check_folder(path: Path, fix: bool = False) -> tuple[int, list[str]]:
     """Read every copy of a folder, of whatever model, and compare it with its checksum.
 
     Args:
-        fix: drop what is wrong. Processes that use the folder may go on.
+        fix: drop what is wrong. Processes that use the folder may continue.
 
     Returns:
         How many copies are right, and what is wrong, a sentence each.

@@ -178,7 +178,7 @@ class EvictionOrder(Generic[KeyT]):
     """The order in which a tier drops its entries: GreedyDual.
 
     The rank of an entry is its value, counted from the rank of what was dropped last. So of two that are worth the same
-    the one that was used longer ago goes first, and what is worth more stays longer without being used.
+    the one that was used longer ago is dropped first, and what is worth more stays longer without being used.
     """
 
     def __init__(self) -> None:

@@ -69,14 +69,14 @@ class NotCapturedError(RuntimeError):
 
 
 def _is_view(result: Any, args: Any) -> bool:
-    """Whether a result lies in the memory of the arguments. What an operation is called does not say that: `to` and
-    `reshape` copy or do not."""
+    """Tell whether a result lies in the memory of the arguments. The name of an operation does not reveal that: `to`
+    and `reshape` copy or do not."""
     memory = {arg.untyped_storage().data_ptr() for arg in tree_leaves(args) if isinstance(arg, Tensor)}
     return all(isinstance(part, Tensor) and part.untyped_storage().data_ptr() in memory for part in tree_leaves(result))
 
 
 def _widens(func: Any, args: Any) -> bool:
-    """Whether an operation makes bfloat16 numbers fp32."""
+    """Tell whether an operation makes bfloat16 numbers fp32."""
     is_wide = func is aten.to.dtype and args[1:] == (torch.float32,)
     return is_wide and args[0].dtype == torch.bfloat16 and args[0].dim() == 2 and args[0].stride(1) == 1
 
@@ -142,7 +142,7 @@ class _Pass(TorchDispatchMode):
 
 
 class Program:
-    """What a pass did, to be done again.
+    """The work of a pass, to be done again.
 
     Args:
         steps: the pass's tasks and calls of torch, in their order.

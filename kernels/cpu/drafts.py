@@ -51,8 +51,8 @@ def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor
 
 
 class Chains(NamedTuple):
-    """What a chain of passes over one token of each of N sequences continues with, and leaves to the host. M passes at
-    most, P kinds of claims.
+    """The numbers that a chain of passes over one token of each of N sequences continues with, and leaves to the host.
+    M passes at most, P kinds of claims.
 
     Attributes:
         columns: `[6, N or more]` int64: of each sequence its token, rotary position, where its keys and values are

@@ -70,7 +70,7 @@ class Function(NamedTuple):
 
 
 def functions(numbers: str, is_quantized: bool) -> list[Function]:
-    """What is needed to compute with a kind of numbers, if weights are int8 or not."""
+    """Return the functions that are needed to compute with a kind of numbers, if weights are int8 or not."""
     products = [pair for pair in PRODUCTS if pair[1] == numbers and (is_quantized or pair[0] != BYTE)]
     return _sorted([*_with(OF_NUMBERS, (numbers,)), *_with(OF_PRODUCTS, products), *_of_any_numbers()])
 

@@ -82,7 +82,7 @@ def _address(function: Function) -> int:
 
 
 def _find(function: Function) -> Any | None:
-    """What Numba's cache has of a function."""
+    """Return the machine code of a function in Numba's cache, if it is there, and load it."""
     found = build_of(function.module, function.name).kept(tuple(map(type_of, function.arguments)))
     if found is not None:
         loaded[function] = found
@@ -95,7 +95,7 @@ def _known() -> frozenset[Function]:
 
 
 def missing(wanted: Sequence[Function]) -> list[Function]:
-    """Those of functions that are to be compiled; the others are loaded from Numba's cache."""
+    """Return those of functions that are to be compiled; the others are loaded from Numba's cache."""
     with _lock:
         return [each for each in wanted if each not in loaded and _find(each) is None]
 
@@ -150,5 +150,5 @@ def compile_share(numbers: Sequence[int]) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

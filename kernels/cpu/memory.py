@@ -34,7 +34,7 @@ def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor,
 
 
 def can_take_rows(x: Tensor, rows: Tensor) -> bool:
-    """Whether `take_rows` knows the types and shapes of its arguments."""
+    """Tell whether `take_rows` knows the types and shapes of its arguments."""
     is_index = rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous()
     return is_index and x.dtype in NUMBERS and x.dim() == 2 and x.stride(1) == 1
 
@@ -53,7 +53,7 @@ def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
 
 
 def can_join(parts: Sequence[Tensor]) -> bool:
-    """Whether `join` knows the types and shapes of its arguments."""
+    """Tell whether `join` knows the types and shapes of its arguments."""
     rows, dtype = len(parts[0]), parts[0].dtype
     is_like = [part.dim() == 2 and len(part) == rows and part.dtype == dtype for part in parts]
     return dtype in NUMBERS and all(is_like) and all(part.stride(1) == 1 for part in parts)
@@ -87,8 +87,8 @@ def widen(x: Tensor, output: Tensor) -> Tensor:
 
 
 def fill(numbers: Tensor, target: Tensor, tokens: Tensor | None = None, links: Tensor | None = None) -> Task:
-    """What copies numbers, and then does what `reference.fill_in_tokens` does, if there are links. Its tensors must
-    last until then.
+    """Return a task that copies numbers, and then does what `reference.fill_in_tokens` does, if there are links. Its
+    tensors must last until then.
 
     Args:
         numbers: `[N]` int64.

@@ -1,4 +1,4 @@
-"""How many threads compute: torch's own operations, and compiled ones.
+"""The number of threads that compute: in torch's own operations, and in compiled ones.
 
 The number of threads of torch is that of OpenMP in the calling thread. `torch.set_num_threads` sets it there, and also
 what every thread begins with that first uses torch afterwards. Here it is set for the calling thread alone, in the
@@ -84,7 +84,8 @@ class torch_on_one_thread(AbstractContextManager[None]):  # noqa: N801  # is cal
 
 @lru_cache
 def setters() -> Setters | None:
-    """What sets the numbers of the libraries that torch computes with; None: they are not found.
+    """Return functions that set the numbers of threads of the libraries that torch computes with; None: they are not
+    found.
 
     OpenMP is looked up in the order in which torch's own libraries find it: among what the whole process sees, as a
     library in LD_PRELOAD, then among what torch is linked with.
@@ -115,8 +116,8 @@ def _function(library: ctypes.PyDLL | None, name: str) -> Callable[..., int] | N
 
 
 def _is_of_torch(openmp: Callable[[int], object], own: Callable[[], int]) -> bool:
-    """Whether torch computes with a library of OpenMP, of which a process may have several: a number that is set there
-    is torch's.
+    """Tell whether torch computes with a library of OpenMP, of which a process may have several: a number that is set
+    there is torch's.
 
     Args:
         openmp: sets the number of this thread.

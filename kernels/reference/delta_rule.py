@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
 
 
 class ChunkLayout(NamedTuple):
-    """How packed tokens lie in chunks.
+    """The layout of packed tokens in chunks.
 
     Attributes:
         spans: chunk indices `[first, last)` of each request.
@@ -131,7 +131,7 @@ class ChunkLayout(NamedTuple):
 
 @lru_cache(maxsize=32)  # every layer of a step asks for the same one
 def chunk_layout(starts: tuple[int, ...], chunk_size: int) -> ChunkLayout:
-    """Where the tokens of requests that begin at `starts` lie in chunks; the last start is the end."""
+    """Return where the tokens of requests that begin at `starts` lie in chunks; the last start is the end."""
     spans: list[tuple[int, int]] = []
     rows: list[int] = []
     tokens: list[int] = []

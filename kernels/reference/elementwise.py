@@ -107,7 +107,7 @@ def norm_rotate_store(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """What comes between projection and attention: q and k normalised per head and rotated, k and v stored.
+    """Do what comes between projection and attention: normalise and rotate q and k per head, and store k and v.
 
     Args:
         q: `[T, heads, head_dim]`.

@@ -59,7 +59,7 @@ MIN_CHUNK = 16
 
 
 class Tiles(NamedTuple):
-    """How the kernels cut their work.
+    """The tiles into which the kernels cut their work.
 
     Attributes:
         chunk: tokens of a chunk at most; a power of two.
@@ -802,7 +802,7 @@ def _inputs(
     WIDTH: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Where the input of a token that reads slot `read` lies, and those before it, newest first."""
+    """Return where the input of a token that reads slot `read` lies, and those before it, newest first."""
     inputs = (mixed + token * mixed_stride,)
     slot = read
     row = WIDTH - 1  # of the window, once it is reached
@@ -838,7 +838,7 @@ def _convolve(
 
 @triton.jit
 def _gates(a, b, rate, bias):
-    """What remains of the state, and how much of the old value is replaced."""
+    """Return the fraction of the state that remains, and that of the old value that is replaced."""
     return tl.exp(log_decay(tl.load(a).to(tl.float32) + bias, rate)), replaced(tl.load(b)).to(tl.float32)
 
 

@@ -134,7 +134,7 @@ def _decoded_pairs(
 
 
 def _most_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
-    """As many tiles as there can be, however pairs are dealt out to experts."""
+    """Return the largest possible number of tiles, however pairs are dealt out to experts."""
     return num_pairs // tile.rows + min(num_pairs, num_experts)
 
 
@@ -212,7 +212,8 @@ def _sort_kernel(experts, order, places, ends, num_prompt, num_pairs, num_expert
 
 @triton.jit
 def _tile_of_expert(ends, first, num_experts, EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """Which expert a program's tile belongs to (`num_experts`: none), its first place, and where the expert's end."""
+    """Return the expert that a program's tile belongs to (`num_experts`: none), its first place, and where the expert's
+    end."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     end = tl.load(ends + expert, mask=expert < num_experts, other=0)

@@ -1,4 +1,4 @@
-"""How a grid of programs covers a packed batch: which request, and which tile of it, is a program's.
+"""The cover of a packed batch by a grid of programs: which request, and which tile of it, is a program's.
 
 The number of tiles of each request is known on the device only. A grid of `max_tiles` programs is large enough for any
 batch of that number of tokens and requests; surplus programs find no request and end.

@@ -1,4 +1,4 @@
-"""What tests of bad input share: what a clear error is, and names of the cases."""
+"""The shared parts of tests of bad input: what a clear error is, and names of the cases."""
 
 import re
 import reprlib

@@ -1,4 +1,5 @@
-"""What the tests of the books share: trees in letters, caches that audit themselves, a model that only remembers."""
+"""The shared parts of tests of a cache's bookkeeping: trees in letters, caches that audit themselves, a model that only
+remembers."""
 
 from array import array
 from collections.abc import Callable
@@ -177,7 +178,7 @@ Content = tuple[str, tuple[int, ...]]
 
 
 class Contents:
-    """What the units of a memory hold, and who moves and stores it: a `Mover` and a `CheckpointStore`.
+    """The contents of the units of a memory, and the mover and store of them: a `Mover` and a `CheckpointStore`.
 
     Args:
         checkpoint_bytes: of a stored checkpoint.
@@ -265,7 +266,7 @@ class Contents:
 
 
 class Memory:
-    """What pages and slots would hold: which tokens, in which namespace. Refuses what a pass may not read or write."""
+    """The tokens that pages and slots would hold, and their namespace. Refuses what a pass may not read or write."""
 
     def __init__(self, cache: HybridCache) -> None:
         self.cache = cache
@@ -276,7 +277,7 @@ class Memory:
 
     @property
     def checkpoints(self) -> dict[int, Content]:
-        """What the checkpoints of the tree hold."""
+        """The contents of the checkpoints of the tree."""
         return self.states if self._stored is None else self._stored
 
     def forward(self, lease: Lease, key: Key, end: int, target: int) -> None:

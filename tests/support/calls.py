@@ -1,4 +1,4 @@
-"""What something costs, counted: it is the same on every machine."""
+"""The cost of something in calls: it is the same on every machine."""
 
 import sys
 from collections.abc import Callable

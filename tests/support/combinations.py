@@ -214,7 +214,7 @@ class Known(Drafter):
         self.sequences: list[list[int]] = []
 
     def following(self, history: Sequence[int], limit: int) -> list[list[int]]:
-        """What followed it in the sequences."""
+        """Return what followed it in the sequences."""
         own = list(history)
         return [s[len(own) : len(own) + limit] for s in self.sequences if s[: len(own)] == own and len(s) > len(own)]
 

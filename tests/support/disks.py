@@ -1,4 +1,4 @@
-"""What the tests of copies on disk share: a tier with known contents, and a store that fails. Imports no torch."""
+"""The shared parts of tests of copies on disk: a tier with known contents, and a store that fails. Imports no torch."""
 
 import hashlib
 import threading
@@ -93,7 +93,7 @@ def fetched(tier: DiskTier, number: int) -> bytes | None:
 
 
 def count_right(tier: DiskTier, numbers: Sequence[int]) -> int:
-    """How many copies are there. None may have other contents, and its note must be the one that was written."""
+    """Count the copies that are there. None may have other contents, and its note must be the one that was written."""
     found = 0
     for number in numbers:
         note, contents = tier.note(name_of(number)), fetched(tier, number)

@@ -1,4 +1,4 @@
-"""What the tests of one budget for pages and checkpoints share.
+"""The shared parts of tests of one budget for pages and checkpoints.
 
 A page holds two tokens. `ONE` is a piece of four pages or one state, `TWO` a piece of three pages or two states,
 `THREE` one of two pages or three states. State slot 0 is the empty state, so that piece 0 always holds states.
@@ -32,7 +32,7 @@ def elastic(
 
 
 def held(cache: HybridCache) -> tuple[int, int, int, int, int]:
-    """What a call that changed nothing leaves alone."""
+    """Return the counts that a call which changed nothing leaves alone."""
     stats = cache.stats()
     return (
         stats.evicted_pages,

@@ -1,4 +1,4 @@
-"""What the tests of the engine share."""
+"""The shared parts of tests of the engine."""
 
 import random
 from dataclasses import replace

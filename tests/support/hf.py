@@ -229,7 +229,7 @@ NEWER = {name for name, first in NEEDED.items() if Version(transformers.__versio
 
 
 def having(*names: str) -> list[str]:
-    """Those of these model types that the installed version of transformers has."""
+    """Return those of these model types that the installed version of transformers has."""
     return [name for name in names if name not in NEWER]
 
 

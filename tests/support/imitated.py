@@ -1,5 +1,5 @@
-"""What is run on every imitated CPU: the bits of some plain products, and where they are not those of the CPU at hand,
-the checks of `support.imitated_checks`. Prints what it found as JSON.
+"""The program that runs on every imitated CPU: the bits of some plain products, and where they are not those of the CPU
+at hand, the checks of `support.imitated_checks`. Prints what it found as JSON.
 
     python tests/support/imitated.py CHECKPOINT [PLAIN]
 

@@ -1,4 +1,4 @@
-"""What must hold on every imitated CPU: products that do not depend on the batch, and hits of an engine."""
+"""The checks that must hold on every imitated CPU: products that do not depend on the batch, and hits of an engine."""
 
 import hashlib
 
@@ -32,7 +32,7 @@ def compiled_products() -> str:
 
 
 def _is_invariant(weight: Tensor) -> bool:
-    """Whether rows get the same bits in batches of all sizes, at other places and beside others."""
+    """Tell whether rows get the same bits in batches of all sizes, at other places and beside others."""
     x = numbers(45, weight.shape[1], seed=2).to(weight)
     together = linear(x, weight)
     for count in range(1, len(x) + 1):
@@ -43,7 +43,7 @@ def _is_invariant(weight: Tensor) -> bool:
 
 
 def is_dot_invariant() -> bool:
-    """Whether the `dot` of interpreted kernels gives a row its bits at every place."""
+    """Tell whether the `dot` of interpreted kernels gives a row its bits at every place."""
     a, b = numbers(64, 64).numpy(), numbers(64, 32, seed=1).numpy()
     start = np.zeros((64, 32), np.float32)
     together = fixed_order_matmul(a, b, start)

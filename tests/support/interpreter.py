@@ -1,4 +1,4 @@
-"""What tests that run Triton's interpreter ask of it beyond what it does by itself."""
+"""Triton's interpreter with what tests ask of it beyond what it does by itself."""
 
 from collections.abc import Iterator
 from importlib import import_module

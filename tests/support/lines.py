@@ -1,4 +1,4 @@
-"""What something costs, in lines of our code: the same on every machine, however busy it is."""
+"""The cost of something in lines of our code: the same on every machine, however busy it is."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the programs of a launch did to memory, and what of it a GPU may do in another order.
+"""The accesses to memory by the programs of a launch, and what of them a GPU may do in another order.
 
 Every access is kept as it was made: addresses, lanes, program, and when. A program's time goes up at each of its
 barriers. Programs know of each other through atomics only, as vector clocks: an atomic that releases hands on what its
@@ -94,7 +94,7 @@ class Access(NamedTuple):
         return f"program {self.program.grid} {KINDS[self.kind]} at {self.site[0]}:{self.site[1]}"
 
     def knows(self, other: "Access") -> bool:
-        """Whether the other was made before this one on any GPU."""
+        """Tell whether the other was made before this one on any GPU."""
         return self.clock.get(other.program.index, -1) > other.time
 
 
@@ -117,11 +117,11 @@ class Memory:
                 self._dense.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))
 
     def holds_all(self, low: int, high: int) -> bool:
-        """Whether an argument without gaps holds [low, high)."""
+        """Tell whether an argument without gaps holds [low, high)."""
         return any(start <= low and high <= end for start, end in self._dense)
 
     def holds(self, addresses: NDArray[Any], size: int) -> NDArray[Any]:
-        """Which elements of this size an argument holds."""
+        """Return which elements of this size an argument holds."""
         if self._held is None:
             self._held = np.zeros(self.high - self.low, bool)
             for tensor in self._tensors:
@@ -150,7 +150,7 @@ class Memories:
         self._all = [Memory(group) for group in by_storage.values()]
 
     def missing(self, addresses: NDArray[Any], low: int, high: int, size: int) -> NDArray[Any] | None:
-        """Which elements no argument holds; None: there are none."""
+        """Return which elements no argument holds; None: there are none."""
         for memory in self._all:
             if memory.low <= low and high <= memory.high:
                 if memory.holds_all(low, high):
@@ -245,7 +245,7 @@ class Launch:
                 _join(released, {program.index: program.time})
 
     def findings(self) -> Iterator[Finding]:
-        """What was found, once per pair of places in the code."""
+        """Yield what was found, once per pair of places in the code."""
         found: dict[tuple[str, frozenset[Site]], Finding] = {}
         for finding in self.out_of_bounds:
             found.setdefault((finding.kind, frozenset(finding.sites)), finding)
@@ -397,7 +397,7 @@ def _pairs(
 
 
 def _differ(store: Access, address: int) -> bool:
-    """Whether the lanes of a store have different numbers for one place."""
+    """Tell whether the lanes of a store have different numbers for one place."""
     assert store.values is not None
     there = (store.addresses <= address) & (address < store.addresses + store.size)
     values = store.values[there].view(np.dtype(f"V{store.values.itemsize}"))

@@ -29,7 +29,7 @@ class HostReadError(RuntimeError):
 
 
 class Recording(TorchDispatchMode):
-    """What a pass launches.
+    """A recording of what a pass launches.
 
     Attributes:
         launches: runs each of them again, in order.

@@ -76,7 +76,7 @@ def module_of(text: str, backend: str) -> dict[str, Any]:
 
 
 def found(module: str, name: str) -> Any:
-    """What a name of SGLang means today; a mock if it is gone."""
+    """Return what a name of SGLang means today; a mock if it is gone."""
     for old, new in MOVED.items():
         module = module.removesuffix(old) + new if module.endswith(old) else module
     try:

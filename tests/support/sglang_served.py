@@ -227,7 +227,7 @@ class Served:
         req.kv.kv_allocated_len = end
 
     def _track_prefill(self, req: Any, start: int, end: int) -> None:
-        """Which state a part of a prefill leaves in the request's buffers."""
+        """Note which state a part of a prefill leaves in the request's buffers."""
         if not self.setting.extra_buffer or end - start < CHUNK:
             return
         grid = max(CHUNK, self.setting.page_size)
@@ -242,8 +242,8 @@ class Served:
     # The books
 
     def books(self, requests: Sequence[Any] = ()) -> list[str]:
-        """What SGLang's own invariant checker would call a leak: what is free, what the tree holds and what requests
-        hold must be all there is."""
+        """Return what SGLang's own invariant checker would call a leak: what is free, what the tree holds and what
+        requests hold must be all there is."""
         wrong = []
         cache, size = self.cache, self.setting.page_size
         private = sum(
@@ -288,7 +288,7 @@ def server_args(setting: Setting) -> ServerArgs:
 
 
 def context_of(args: ServerArgs, params: CacheInitParams, **changed: Any) -> TreeCacheBuildContext:
-    """What SGLang hands to the factory of a cache."""
+    """Return what SGLang hands to the factory of a cache."""
     fields: dict[str, Any] = {
         "server_args": args,
         "params": params,

@@ -1,5 +1,5 @@
-"""How many variants of each kernel Triton would compile for the steps of an engine: what a kernel is compiled for, read
-off its arguments where it is launched. Nothing is launched, so that no GPU is needed. Prints JSON.
+"""The number of variants of each kernel that Triton would compile for the steps of an engine: what a kernel is compiled
+for, read off its arguments where it is launched. Nothing is launched, so that no GPU is needed. Prints JSON.
 
 Run in a process of its own: in one in which kernels are interpreted there is nothing to compile.
 """
@@ -22,8 +22,9 @@ VARIANT = tuple[str, tuple[object, ...]]
 
 
 def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], every: bool) -> VARIANT:
-    """What a launch is compiled for: constants and options; of tensors the type and whether they are aligned; of other
-    integers their width and, where they are specialized (or `every` one is), whether they are 1 or a multiple of 16."""
+    """Return what a launch is compiled for: constants and options; of tensors the type and whether they are aligned; of
+    other integers their width and, where they are specialized (or `every` one is), whether they are 1 or a multiple of
+    16."""
     parameters = {parameter.name: parameter for parameter in kernel.params}
     given = dict(zip(parameters, args, strict=False)) | kwargs
     key: list[object] = []
@@ -142,7 +143,7 @@ def main() -> None:
 
 
 def variants(kind: Kind, deterministic: bool, count: int) -> dict[str, Any]:
-    """What an engine compiles when it starts, and what `count` random steps need."""
+    """Return what an engine compiles when it starts, and what `count` random steps need."""
     from hybrid.engine.warm_up import Limits, Size, predict, row_counts, run, sizes
     from hybrid.memory.tensors import CacheTensors
 

@@ -1,4 +1,4 @@
-"""What the tests of the tensor half share: bitwise comparison, poisoned pools, packed batches."""
+"""The shared parts of tests of the tensor half: bitwise comparison, poisoned pools, packed batches."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -37,7 +37,7 @@ def rows_of(captures: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def raw_gates(g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `delta_gates` makes gates of, in fp32: a, b, a rate of -1 for each head, and no bias."""
+    """Return what `delta_gates` makes gates of, in fp32: a, b, a rate of -1 for each head, and no bias."""
     lost = -g.double()
     a = torch.where(lost > 20, lost, lost.clamp(max=20).expm1().log())
     heads = torch.ones(g.shape[1], device=g.device)
@@ -63,6 +63,6 @@ def poisoned_states(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype =
 
 
 def untouched(before: Tensor, after: Tensor, written: Sequence[int]) -> bool:
-    """Whether every slot but those in `written` holds the bits that it held."""
+    """Tell whether every slot but those in `written` holds the bits that it held."""
     others = [slot for slot in range(len(before)) if slot not in set(written)]
     return same_bits(before[others], after[others])

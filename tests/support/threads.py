@@ -1,4 +1,4 @@
-"""What is done in a thread that does not own what it touches."""
+"""Work in a thread that does not own what it touches."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_a_thread(work: Callable[[], Any]) -> BaseException | None:
-    """What a function raises in another thread."""
+    """Return what a function raises in another thread."""
     raised: list[BaseException] = []
 
     def run() -> None:

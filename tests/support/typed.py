@@ -1,4 +1,4 @@
-"""How much of the public interface has a known type, as pyright counts it: `python typed.py FOLDER --at-least PERCENT`.
+"""The share of the public interface whose type is known to pyright: `python typed.py FOLDER --at-least PERCENT`.
 
 FOLDER holds the package `hybrid`. Exit status 1, with a list of symbols, if less is known.
 """

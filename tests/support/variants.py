@@ -1,5 +1,6 @@
-"""What decides bits in variants of a kernel that must give the same ones: where the numbers of a sum are among threads,
-and which instructions compute. Compiled for a GPU that need not be there, at the sizes of Qwen3.5-9B; prints JSON.
+"""The properties that decide bits in variants of a kernel that must give the same ones: where the numbers of a sum are
+among threads, and which instructions compute. Compiled for a GPU that need not be there, at the sizes of Qwen3.5-9B;
+prints JSON.
 
 Run in a process of its own: in one in which kernels are interpreted there is nothing to compile.
 """
@@ -30,7 +31,7 @@ def ints(*shape: int) -> Tensor:
 
 
 def projected(tokens: int, offset: int = 0) -> tuple[Tensor, ...]:
-    """What goes into the convolution, a and b: parts of one projection, from some row on."""
+    """Return the inputs of the convolution, a and b: parts of one projection, from some row on."""
     widths = (CHANNELS, VALUE_HEADS * DIM, VALUE_HEADS, VALUE_HEADS)
     mixed, _, a, b = blank(tokens + offset, sum(widths))[offset:].split(widths, dim=-1)
     return mixed, a, b
@@ -58,7 +59,7 @@ def attention(attend: Any, counts: list[int], splits: int) -> None:
 
 
 def decisive(kernel: Any) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """Of each sum of floats its axis and the layout of its numbers; and the instructions on floats by name."""
+    """Return the axis of each sum of floats and the layout of its numbers; and the instructions on floats by name."""
     code = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
     reduces = re.findall(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+)[^}]*\}>.*?\}\) : \(([^)]*)\)', code, re.DOTALL)

@@ -36,7 +36,7 @@ MAKERS = (
 
 
 class Watch:
-    """What is watched, and how programs run.
+    """The subject of a watch, and the order in which programs run.
 
     Attributes:
         order: one of `support.program_order.ORDERS`.
