@@ -31,7 +31,7 @@ RECURRENT_DIMS = 4
 """A state tensor with at least this number of dimensions is quantised where the state is stored as int8."""
 
 STORED_AS = ("float32", "bfloat16", "int8")
-"""What a state can be stored as."""
+"""Types that a state can be stored as."""
 
 LEVELS = 127
 """The largest code; the smallest is its negative."""

@@ -32,7 +32,7 @@ from torch import Tensor
 log: logging.Logger = logging.getLogger(__name__)
 
 INSTALL_GPU = 'pip install "hybrid-prefix-cache[gpu]"'
-"""What installs Triton and flash-linear-attention."""
+"""Command that installs Triton and flash-linear-attention."""
 
 SETTINGS = ("auto", "triton", "reference")
 """The values of `HYBRID_KERNELS`."""
@@ -255,7 +255,7 @@ def _logged(op: Op, device: torch.device, what: str, function: Callable[..., Any
 
 
 _choices: list[dict[str, Callable[..., Any]]] = []
-"""What was chosen of each operation, by type of device."""
+"""Functions chosen for each operation, by type of device."""
 
 
 def is_compiled(device: torch.device) -> bool:

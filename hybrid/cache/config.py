@@ -14,10 +14,10 @@ from hybrid.tree.policies import Eviction, policy_of
 from hybrid.units import byte_count, format_bytes, parse_memory
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
-"""Where checkpoints can be placed."""
+"""Places where checkpoints can be put."""
 
 DEFAULT_PLACEMENT = ("branch", "turn_end", "prompt_end", "geometric")
-"""Where they are."""
+"""Places where checkpoints are put by default."""
 
 GPU_MEMORY = 0.9
 """The part of a GPU's free memory that a cache allocates by default; the rest is for the temporaries of a pass."""
@@ -26,10 +26,10 @@ CPU_MEMORY = 4 * 2**30
 """Bytes that a cache allocates on a CPU by default."""
 
 KV_DTYPES = ("auto", "fp8", "int8")
-"""How keys and values can be kept."""
+"""Types in which keys and values can be kept."""
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
-"""How checkpoints can be stored."""
+"""Types in which checkpoints can be stored."""
 
 
 @checks.known_names

@@ -11,7 +11,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError, OwnershipError
 
 ROOMS = ("hybrid.cache.", "hybrid.tree.", "hybrid.memory.", "hybrid.tiers.")
-"""Where the bookkeeping is."""
+"""Modules of the bookkeeping."""
 
 
 def is_unexpected(error: BaseException) -> bool:

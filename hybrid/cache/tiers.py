@@ -31,7 +31,7 @@ COMPUTE = 1e-4
 """Seconds per token computed that are assumed until they are measured."""
 
 SHUTDOWN_SECONDS = 60.0
-"""How long a cache that ends waits for the disk."""
+"""Seconds for which a cache that ends waits for the disk."""
 
 
 class Tiers:

@@ -50,7 +50,7 @@ from hybrid.units import ceil_div
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
 ONE_TOKEN = replace(ANSWER, max_new_tokens=1)
-"""Of requests that are to compute their prompts and are not compared."""
+"""Parameters of requests that are to compute their prompts and are not compared."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +433,7 @@ def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]
 SAMPLED = replace(ANSWER, temperature=1.2, top_p=0.9, seed=3)
 
 MODES = {"greedy": ANSWER, "sampled": SAMPLED}
-"""How answers with drafts are chosen."""
+"""Parameters of answers with drafts, by mode."""
 
 
 class KnownAnswers(Drafter):

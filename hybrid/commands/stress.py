@@ -79,7 +79,7 @@ MAX_STEPS_TO_END = 20_000
 
 IMAGE_LENGTHS = (5, 20, 33)
 CAUSES = (NOT_FINITE, "InjectedError", "AlarmError", "OverflowError", "is not pinned")
-"""What an output with an error may name."""
+"""Names that an output with an error may have."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from hybrid.memory.pool import EMPTY_STATE
 log: logging.Logger = logging.getLogger(__name__)
 
 Log = list[tuple[Tensor, ...]]
-"""Of a pass: `Batch.log`."""
+"""The log of a pass: `Batch.log`."""
 
 
 class Replay(NamedTuple):

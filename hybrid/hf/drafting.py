@@ -122,7 +122,7 @@ class AssistantDrafter(Drafter):
 
 
 MAX_PENDING = 16
-"""When this many tokens would have to be computed again, a pass without drafts computes them for good."""
+"""Maximum number of tokens to compute again; beyond it a pass without drafts computes them for good."""
 
 NONE = Drafts((), (), ())
 """No drafts."""

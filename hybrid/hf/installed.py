@@ -21,7 +21,7 @@ TESTED = "5.16.1 to 5.24"
 """The versions that are known to work."""
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What versions name the argument with the cache: from 5.24 on, and before."""
+"""Names of the argument with the cache: from 5.24 on, and before."""
 
 NEEDED = {
     "bailing_hybrid": "5.20",

@@ -28,7 +28,7 @@ TORCH_FUNCTIONS = (
 """The functions with kernels, over all model families; a modeling module has some of them."""
 
 KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
-"""Where transformers finds kernels."""
+"""Packages in which transformers finds kernels."""
 
 KERNEL_MODULE = "transformers.integrations.hub_kernels"
 """The module of transformers whose wrappers choose between a kernel and its torch function."""

@@ -34,7 +34,7 @@ from hybrid.memory.digests import Contents
 from hybrid.spec import HybridSpec, LayerTensors, Place
 
 MIN_BYTES = 512 * 2**10
-"""Of a copy: about 10 us at 50 GB/s, and about 10 us for the host to begin it. Both are assumed."""
+"""Minimum bytes of a copy: about 10 us at 50 GB/s, and about 10 us for the host to begin it. Both are assumed."""
 
 
 class Copy(NamedTuple):

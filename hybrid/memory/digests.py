@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 DIGEST_BYTES = 16
 
 Contents = bytes | bytearray | memoryview
-"""What a page or a checkpoint holds."""
+"""The contents of a page or a checkpoint."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from hybrid.observe.snapshot import Decode, NodeView, Snapshot
 from hybrid.units import format_bytes
 
 SUFFIXES = (".html", ".htm", "")
-"""How the name of a page may end."""
+"""Endings of the name of a page."""
 
 
 def draw(snapshot: Snapshot, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
@@ -117,7 +117,7 @@ def _marks(num_checkpoints: int, num_tombstones: int) -> list[tuple[str, int]]:
 
 
 PLACE = "/*SNAPSHOT*/null"
-"""What the template has where the snapshot goes."""
+"""Text of the template that the snapshot replaces."""
 
 
 def make_page(snapshot: Snapshot) -> str:

@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MAX_TOKENIZER_BYTES = 256 * 2**20
-"""Of each of these files. The largest vocabularies in use take about 40 MiB."""
+"""Maximum size of each of these files. The largest vocabularies in use take about 40 MiB."""
 
 BYTES_PER_TOKEN = 32
 """The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only

@@ -47,13 +47,14 @@ MAX_SEGMENT_BYTES = 8 * 2**20
 """A segment is written when its copies are as large, or a sixteenth of the disk. Of a larger one more goes at once."""
 
 MAX_PENDING_BYTES = 256 * 2**20
-"""As much as this, or a quarter of the disk, may wait for the writer; what comes then is not kept: it is too slow."""
+"""Maximum bytes that wait for the writer, or a quarter of the disk if that is less; what comes then is not kept: it is
+too slow."""
 
 WRITTEN_AFTER = 2.0
 """Seconds after which copies are written that do not fill a segment."""
 
 START_SECONDS = 10.0
-"""How long a cache that is made waits for the directory. One that hangs longer is used when it answers."""
+"""Seconds for which a cache that is made waits for the directory. One that hangs longer is used when it answers."""
 
 GROWN_AFTER = 60.0  # seconds
 """A disk that was full is tried with more again after this."""

@@ -35,7 +35,7 @@ from hybrid.units import format_bytes
 
 MANIFEST = "manifest.sqlite"
 BESIDE = ("-wal", "-shm", "-journal")
-"""How names of files end that SQLite puts beside the manifest."""
+"""Endings of the names of files that SQLite puts beside the manifest."""
 
 FILE = re.compile(r"\.?[0-9a-f]{16}(-\d+)?\.safetensors(?:\.[0-9a-f]{8}\.part)?")
 """Files of segments, those too that are not whole."""
@@ -47,7 +47,7 @@ FORMAT = 2
 """Version of the tables."""
 
 BUSY_SECONDS = 5.0
-"""How long a call waits for another process."""
+"""Seconds for which a call waits for another process."""
 
 CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -105,7 +105,7 @@ class VersionError(UnusableError):
 
 
 RECOVERABLE = (OSError, EOFError, sqlite3.Error, DamagedError, UnusableError)
-"""What the use of a folder may raise."""
+"""Exceptions that the use of a folder may raise."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Buffer:
 
 
 Failed = Callable[["BufferedReading"], UnavailableError]
-"""What is done about copies that cannot be had, and raised."""
+"""A function that handles copies that cannot be had, and returns the error to raise."""
 
 
 Begin = Callable[[Store, Sequence[Wanted | Contents], Failed], "BufferedReading"]

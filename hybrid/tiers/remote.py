@@ -17,7 +17,7 @@ CHUNK_BYTES = 8 * 2**20
 TIMEOUT_SECONDS = 10.0
 
 PART_SECONDS = 600
-"""What was sent by a process that ended before it was done is forgotten after this time."""
+"""Seconds after which the parts sent by a process that ended before it was done are forgotten."""
 
 
 class RedisStore:

@@ -22,7 +22,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 """Names that every store can hold."""
 
 PART = ".part"
-"""How the names of files end that are not whole yet."""
+"""Ending of the names of files that are not whole yet."""
 
 
 @runtime_checkable

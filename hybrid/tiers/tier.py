@@ -12,12 +12,12 @@ from hybrid.tiers.cost import Cost
 from hybrid.units import format_bytes
 
 Name = tuple[str, bytes]
-"""Of a copy: "page" or "checkpoint", and the digest of its prefix."""
+"""The name of a copy: "page" or "checkpoint", and the digest of its prefix."""
 
 PAGE, CHECKPOINT = "page", "checkpoint"
 
 Contents = bytes | bytearray | memoryview
-"""What a page or a checkpoint holds."""
+"""The contents of a page or a checkpoint."""
 
 
 NAME_BYTES = 16

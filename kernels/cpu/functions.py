@@ -9,7 +9,7 @@ COMPILED = f"{__package__}.compiled"
 """The package of what is compiled."""
 
 NUMBERS = (FLOAT, HALF)
-"""What is computed with: kinds of x."""
+"""Kinds of numbers x that are computed with."""
 
 PRODUCTS = ((FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (BYTE, FLOAT), (BYTE, HALF))
 """Kinds of a weight and of x that can be multiplied."""

@@ -24,10 +24,10 @@ from hybrid.kernels.cpu.kinds import INTEGER, Kind
 _lock = threading.RLock()  # a signal handler may run compiled code, too
 
 _UNUSED = array("q", (0, 0))
-"""Where compiled functions write results and exceptions, which are not read."""
+"""Memory to which compiled functions write results and exceptions, which are not read."""
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import compile_share; compile_share({numbers!r})"
-"""What a process that compiles runs."""
+"""Program that a process that compiles runs."""
 
 
 class Compiled:
@@ -69,7 +69,7 @@ class Compiled:
 
 
 loaded: dict[Function, Any] = {}
-"""What Numba has made of functions: it keeps their machine code in memory."""
+"""Machine code that Numba has made of functions: it keeps it in memory."""
 
 
 def _address(function: Function) -> int:

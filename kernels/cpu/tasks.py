@@ -30,7 +30,7 @@ KINDS: dict[torch.dtype, str] = {torch.float32: FLOAT, torch.bfloat16: HALF, tor
 """The kind of numbers in memory of a type."""
 
 KEPT: dict[torch.dtype, int] = {torch.int8: INT8, torch.float8_e4m3fn: FP8}
-"""How rows of keys and values are kept in pages of these types; in others they are unpacked."""
+"""Kinds of rows of keys and values in pages of these types; in others they are unpacked."""
 
 
 class Task(NamedTuple):
