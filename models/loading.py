@@ -57,7 +57,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json"]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFolder:
     """The folder of a checkpoint, and its configuration.
 
     Attributes:
@@ -73,7 +73,7 @@ class Checkpoint:
     whole: Any
 
 
-def open_checkpoint(name: str | Path) -> Checkpoint:
+def open_checkpoint(name: str | Path) -> CheckpointFolder:
     """Find a checkpoint and read its configuration.
 
     Args:
@@ -103,11 +103,11 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         raise
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
-    return Checkpoint(path, model_type, config, whole)
+    return CheckpointFolder(path, model_type, config, whole)
 
 
 def load_model(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFolder,
     dtype: torch.dtype,
     device: torch.device,
     chunk_size: int,
@@ -186,7 +186,7 @@ def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool,
         compiled_module("prepare").prepare(compiled_module("functions").functions(kinds[dtype], quantize), show)
 
 
-def has_predictor(checkpoint: Checkpoint) -> bool:
+def has_predictor(checkpoint: CheckpointFolder) -> bool:
     """Tell whether a checkpoint has the predictor that `load_model` loads with `mtp`.
 
     Raises:

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.models.json_files import read_config
-from hybrid.models.loading import Checkpoint
+from hybrid.models.loading import CheckpointFolder
 from hybrid.models.weights import Loader, Source, stored_tensors
 
 PREFIX = "model.visual."
@@ -39,7 +39,7 @@ MAX_KEPT = 32
 """Embeddings of up to this many images are kept, for the next turn of the same conversation."""
 
 
-def vision_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
+def vision_tower(checkpoint: CheckpointFolder, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
     """The vision tower of a checkpoint; None: it has none."""
     if checkpoint.whole.model_type not in TOWERS:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.fingerprints import fingerprint_named, writer_of
-from hybrid.cache.restorer import Boundary, Outcome, Restorer
+from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.tiers import Tiers
 from hybrid.checks import integer
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
@@ -127,17 +127,17 @@ class Archives:
                     done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
                     continue
                 outcome, num_pages = self._restorer.restore(boundary)
-                if outcome in (Outcome.RESTORED, Outcome.PRESENT):
+                if outcome in (RestoreOutcome.RESTORED, RestoreOutcome.PRESENT):
                     owner = tree.peek(boundary.key, node.end).checkpoint
                     if owner is not None and owner.end == node.end:
                         locks.append(self._allocator.lock_state(owner))
-                if outcome is Outcome.RESTORED:
+                if outcome is RestoreOutcome.RESTORED:
                     done.checkpoints += 1
                     done.pages += num_pages
                     done.num_bytes += len(boundary.checkpoint) + num_pages * archive.pages.shape[1]
-                elif outcome is Outcome.PRESENT:
+                elif outcome is RestoreOutcome.PRESENT:
                     done.present += 1
-                elif outcome is Outcome.NO_MEMORY and self._keep(archive, index, boundary):
+                elif outcome is RestoreOutcome.NO_MEMORY and self._keep(archive, index, boundary):
                     done.copies += 1
                 else:
                     done.skipped[outcome.value] += 1

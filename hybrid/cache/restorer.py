@@ -17,7 +17,7 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Kind, NodeUsage
 
 
-class Outcome(Enum):
+class RestoreOutcome(Enum):
     """The outcome of restoring a boundary."""
 
     RESTORED = "restored"
@@ -67,7 +67,7 @@ class Restorer:
         self._allocator = allocator
         self._memory = memory
 
-    def restore(self, boundary: Boundary) -> tuple[Outcome, int]:
+    def restore(self, boundary: Boundary) -> tuple[RestoreOutcome, int]:
         """Bring in what the cache lacks of a boundary.
 
         Returns:
@@ -75,15 +75,15 @@ class Restorer:
         """
         held = self._opener.hold(boundary.key, boundary.num_tokens, boundary.num_tokens)
         if held is None:
-            return Outcome.NO_MEMORY, 0
+            return RestoreOutcome.NO_MEMORY, 0
         lease, _ = held
         try:
             missing = len(lease.private_pages)
             if lease.front_tokens == boundary.num_tokens:
-                return Outcome.PRESENT, 0
+                return RestoreOutcome.PRESENT, 0
             outcome = self.fill(lease, boundary)
             self.arrivals.settle()
-            return outcome, missing if outcome is Outcome.RESTORED else 0
+            return outcome, missing if outcome is RestoreOutcome.RESTORED else 0
         finally:
             self._opener.close(lease)
 
@@ -92,7 +92,7 @@ class Restorer:
         """The uploads that were written, and are on their way."""
         return self._memory.uploads
 
-    def fill(self, lease: Lease, boundary: Boundary) -> Outcome:
+    def fill(self, lease: Lease, boundary: Boundary) -> RestoreOutcome:
         """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the
         checkpoint. On a GPU contents are on their way then (`hybrid.memory.copies`). Otherwise the lease is as it
         was, but for contents of its private pages, which it has not computed yet.
@@ -101,15 +101,15 @@ class Restorer:
         end = boundary.num_tokens // page_size
         num_missing = end - lease.num_shared
         if num_missing > len(boundary.pages):
-            return Outcome.INCOMPLETE
+            return RestoreOutcome.INCOMPLETE
         if end > len(lease.block_table):
             more = self._allocator.allocate_pages(end - len(lease.block_table))
             if more is None:
-                return Outcome.NO_MEMORY
+                return RestoreOutcome.NO_MEMORY
             self._allocator.give_pages(lease, more)
         place = self._allocator.allocate_new_checkpoint()
         if place is None:
-            return Outcome.NO_MEMORY
+            return RestoreOutcome.NO_MEMORY
         try:
             missing = boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else ()
             self._memory.write(lease.block_table[lease.num_shared : end], missing, place, boundary.checkpoint)
@@ -121,4 +121,4 @@ class Restorer:
         kind, is_spare = boundary.kind, boundary.kind is Kind.INTERVAL
         stored = Checkpoint(place, boundary.num_tokens, kind, boundary.priority, boundary.turn, is_spare)
         self._committer.adopt(lease, boundary.key, stored)
-        return Outcome.RESTORED
+        return RestoreOutcome.RESTORED

@@ -16,7 +16,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
-from hybrid.cache.restorer import Boundary, Outcome, Restorer
+from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.restoring import Candidate, Restoring
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
@@ -234,7 +234,7 @@ class Restores:
             self.num_failures += 1
             self._audit()  # it may have come between any two lines of the bookkeeping
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
-        if outcome is not Outcome.RESTORED:
+        if outcome is not RestoreOutcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
         written = time.perf_counter() - start + self.arrivals.seconds(candidate.num_bytes)
         seconds = self._note(restoring, candidate, contents, written)

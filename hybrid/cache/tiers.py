@@ -17,7 +17,7 @@ from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory, UnitSizes
-from hybrid.tiers.cost import Rate
+from hybrid.tiers.cost import MeasuredTime
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.fingerprint import Fingerprint, arithmetic, fingerprint_of_json
 from hybrid.tiers.folder import Origin
@@ -144,7 +144,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
         raise ArgumentError("CacheConfig: host and disk need a memory that knows the bytes of its pages and states")
     host, disk, here = None, None, None
     sizes = memory.sizes
-    savings = Savings(Rate(COMPUTE), Reuse(), sizes.page, sizes.checkpoint, config.page_size)
+    savings = Savings(MeasuredTime(COMPUTE), Reuse(), sizes.page, sizes.checkpoint, config.page_size)
     if config.host is not None:
         assert isinstance(config.host, int)
         free = free_memory(torch.device("cpu"))

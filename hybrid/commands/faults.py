@@ -22,7 +22,7 @@ from hybrid.engine.results import Result
 from hybrid.errors import OwnershipError
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
-from hybrid.tiers.cost import Rate
+from hybrid.tiers.cost import MeasuredTime
 from hybrid.tiers.store import DirectoryStore
 from hybrid.tiers.tier import Contents
 
@@ -161,7 +161,7 @@ def failing_files(faults: Faults, seed: int) -> Iterator[None]:
 def computing_as_assumed() -> Iterator[None]:
     """Have tiers take computing to be as slow as they assume of a model: the toy model takes no time, and next
     to it no restore would be worth it."""
-    with patch.object(Rate, "note", lambda *_: None):
+    with patch.object(MeasuredTime, "note", lambda *_: None):
         yield
 
 

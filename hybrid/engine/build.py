@@ -26,7 +26,7 @@ from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
-from hybrid.models.loading import Checkpoint, can_quantize, load_model, open_checkpoint
+from hybrid.models.loading import CheckpointFolder, can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 from hybrid.speculation.config import SpeculationConfig
@@ -164,7 +164,7 @@ def check_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     )
 
 
-def default_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[torch.dtype, str]:
+def default_dtype(checkpoint: CheckpointFolder, device: torch.device) -> tuple[torch.dtype, str]:
     """The type to run in where none is asked for, and why: the checkpoint's on a GPU, and on a CPU where it is bfloat16
     and compiled products multiply that faster than float32; else float32.
 

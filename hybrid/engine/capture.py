@@ -17,7 +17,7 @@ WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and buffers allocated."""
 
 
-class Posted(Protocol):
+class PostedRun(Protocol):
     """A run that other threads compute."""
 
     def end(self) -> None:
@@ -33,7 +33,7 @@ class Posted(Protocol):
 class Postable(Protocol):
     """A captured function that other threads can run again: a program of compiled operations."""
 
-    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> Posted | None:
+    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> PostedRun | None:
         """Have it run by other threads, after what was posted before. None: by no other one.
 
         Args:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.engine.capture import Capture, Postable, Posted, capture_for
+from hybrid.engine.capture import Capture, Postable, PostedRun, capture_for
 from hybrid.engine.planner import LINKS, Layout, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows, compiled_most_likely
@@ -52,7 +52,7 @@ class Graph:
     numbers: Tensor
     batch: Batch
     replay: Callable[[], None]
-    post: Callable[[Sequence[Tensor], Sequence[Tensor], object], Posted | None] | None
+    post: Callable[[Sequence[Tensor], Sequence[Tensor], object], PostedRun | None] | None
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
@@ -89,7 +89,7 @@ class Ran(NamedTuple):
     sampling: SamplingRows | None
     most_likely: Tensor | None
     keep: Callable[[Replay], None] | None
-    posted: Posted | None = None
+    posted: PostedRun | None = None
 
 
 class CapturedModel:

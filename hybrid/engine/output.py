@@ -117,7 +117,7 @@ class RequestOutput:
         return notebook.answer(shown, self.usage.cached_tokens, self.usage.prompt_tokens, given)
 
 
-class Source(Protocol):
+class OutputSource(Protocol):
     """A source of outputs: a request."""
 
     @property
@@ -140,7 +140,7 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._moved: dict[str, Source] = {}
+        self._moved: dict[str, OutputSource] = {}
         self._taken: dict[str, RequestOutput] = {}  # the last output of each request that has not ended
 
     def __bool__(self) -> bool:
@@ -149,7 +149,7 @@ class Outputs:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._moved
 
-    def put(self, request: Source) -> None:
+    def put(self, request: OutputSource) -> None:
         """A request has a new token, or has ended."""
         self._moved[request.request_id] = request
 

@@ -344,7 +344,7 @@ NOTHING: Proposed = ((), (), ())
 
 
 @dataclass(eq=False, slots=True)
-class _Known:
+class _KnownTokens:
     """Knowledge of a request.
 
     Attributes:
@@ -387,7 +387,7 @@ class MtpDrafter(ChainDrafter):
         self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
         self._cache = cache
         self._claims = Claims(CLAIMED)
-        self._known: dict[History, _Known] = {}
+        self._known: dict[History, _KnownTokens] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
 
@@ -435,10 +435,10 @@ class MtpDrafter(ChainDrafter):
         width = self._passes.width(max(map(len, tables)))
         return ChainNumbers([self._row(part) for part in parts], tables, width, self._cache.config.page_size)
 
-    def _known_of(self, history: History) -> _Known:
+    def _known_of(self, history: History) -> _KnownTokens:
         known = self._known.get(history)
         if known is None:
-            known = self._known[history] = _Known(self._claims.of_request())
+            known = self._known[history] = _KnownTokens(self._claims.of_request())
         return known
 
     def _proposal(self, found: Found, row: int, history: History, most: int) -> Proposed:

@@ -13,7 +13,7 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
 from hybrid.engine.constraints import Constraints
-from hybrid.engine.output import Outputs, RequestOutput, Source, Usage
+from hybrid.engine.output import Outputs, OutputSource, RequestOutput, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
@@ -25,7 +25,7 @@ from hybrid.speculation.drafter import History
 from hybrid.tiers.tier import Reading
 
 
-class Completions(Source, Protocol):
+class AnswerGroup(OutputSource, Protocol):
     """Several answers to one prompt (`hybrid.engine.request_builder`)."""
 
     @property
@@ -131,7 +131,7 @@ class Request:
         self.prompt_len: int = len(self.ids)
         self.max_len: int = min(self.prompt_len + params.max_new_tokens, max_len)
         self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
-        self.completions: Completions | None = None
+        self.completions: AnswerGroup | None = None
         self.is_fork: bool = False
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
         self.num_drafted: int = 0
@@ -198,7 +198,7 @@ class Request:
         return SampleRow(self.params, uniform(self.seed, index) if self.params.temperature else 0.0)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> OutputSource:
         """The source of its outputs."""
         return self if self.completions is None else self.completions
 

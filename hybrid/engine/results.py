@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.engine.capture import Posted
+from hybrid.engine.capture import PostedRun
 from hybrid.engine.constraints import Edits
 from hybrid.engine.padding import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.planner import Plan
@@ -141,7 +141,7 @@ class Computed(NamedTuple):
     most_likely: Tensor | None = None
     is_reused: bool = False
     finite_checkpoints: Tensor | None = None
-    posted: Posted | None = None
+    posted: PostedRun | None = None
 
 
 class PendingTokens:

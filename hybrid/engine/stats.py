@@ -119,7 +119,7 @@ class Durations:
         return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
-class Rate:
+class EventRate:
     """Events per second over the last `WINDOW` seconds, counted by whole seconds."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Meter:
         self.completion_tokens: int = 0
         self.first_token: Durations = Durations(FIRST_TOKEN_BOUNDS)
         self.between_tokens: Durations = Durations(BETWEEN_TOKENS_BOUNDS)
-        self.rate: Rate = Rate()
+        self.rate: EventRate = EventRate()
         self._num_rated = 0
 
     def delivered(self, request: Request, before: float | None) -> None:

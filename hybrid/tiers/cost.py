@@ -15,7 +15,7 @@ PRIOR_BYTES = 2**20
 """Size of a transfer of which something was assumed; the other is of no bytes."""
 
 
-class Rate:
+class MeasuredTime:
     """Seconds per unit, as measured lately.
 
     Args:

@@ -26,12 +26,12 @@ from hybrid.tiers.folder import (
     RECOVERABLE,
     Arrival,
     CacheFolder,
+    CopyPlace,
     DamagedError,
+    FormatVersionError,
     Origin,
-    Pending,
-    Place,
+    PendingCopy,
     UnusableError,
-    VersionError,
     WrongCopyError,
 )
 from hybrid.tiers.reader import Begin, Buffer, BufferedReading, Reader, Wanted
@@ -161,11 +161,11 @@ class Holdings:
     def __init__(self, savings: Savings, cost: Cost) -> None:
         self.bytes_used: int = 0
         self.num_checkpoints: int = 0
-        self.places: dict[Name, Place] = {}
+        self.places: dict[Name, CopyPlace] = {}
         self.segments: dict[int, Held] = {}
         self.order: EvictionOrder[int] = EvictionOrder()
         self.foreign: dict[Name, str] = {}
-        self.waiting: dict[Name, Pending] = {}
+        self.waiting: dict[Name, PendingCopy] = {}
         self.refs: PageRefCounts = PageRefCounts()
         self._values: dict[Name, float] = {}
         self._savings = savings
@@ -229,7 +229,7 @@ class Holdings:
             place = self.places.get((PAGE, name))
             name = place.above if place is not None else None
 
-    def settle(self, name: Name, pending: Pending) -> None:
+    def settle(self, name: Name, pending: PendingCopy) -> None:
         """A copy does not wait any more: it was written, or is not kept."""
         if self.waiting.get(name) is pending:
             del self.waiting[name]
@@ -425,7 +425,7 @@ class DiskTier:
             elif path := [*islice(offer.path, 1)]:
                 above = path[0]
                 self._holdings.extend(offer.name[1], path)
-            self._holdings.waiting[offer.name] = Pending(contents, offer.note, above)
+            self._holdings.waiting[offer.name] = PendingCopy(contents, offer.note, above)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
@@ -440,7 +440,7 @@ class DiskTier:
         if found is None:
             return False
         found.note = offer.note
-        if isinstance(found, Place):
+        if isinstance(found, CopyPlace):
             held.order.use(found.segment, held.segments[found.segment].value)
         return True
 
@@ -635,7 +635,7 @@ class DiskTier:
         self.counts.num_failures += 1
         self._health.failed(error)
         logger.warning("%s: %s", self._path, self._health.failure)
-        if isinstance(error, UnusableError) and not isinstance(error, VersionError):
+        if isinstance(error, UnusableError) and not isinstance(error, FormatVersionError):
             self._health.ends()
         elif isinstance(error, sqlite3.Error | DamagedError):
             self._leave()
@@ -699,7 +699,7 @@ class DiskTier:
                         self._pending_bytes -= len(copy.contents)
                         self._holdings.settle(name, copy)
 
-    def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> bool:
+    def _put(self, pending: list[tuple[Name, PendingCopy]], epoch: int) -> bool:
         """Write copies. False: nothing was written, since what is there is worth more, or has them already."""
         folder = self._opened()
         self._catch_up(folder)

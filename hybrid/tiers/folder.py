@@ -92,7 +92,7 @@ class UnusableError(HybridError):
     """A folder is not one for copies, and will not become one: what it is on, or what it holds."""
 
 
-class VersionError(UnusableError):
+class FormatVersionError(UnusableError):
     """The manifest is of another version of the format.
 
     Args:
@@ -141,7 +141,7 @@ def _digest(text: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCopy:
     """A copy that is to be written: its contents, note, and of a page the name of that before it."""
 
     contents: Contents
@@ -164,7 +164,7 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class CopyPlace:
     """A copy that is in a segment.
 
     Attributes:
@@ -205,7 +205,7 @@ class Arrival(NamedTuple):
 
     row: SegmentRow
     origin: str
-    copies: list[tuple[Name, Place]]
+    copies: list[tuple[Name, CopyPlace]]
     foreign: dict[Name, str]
 
 
@@ -334,8 +334,8 @@ class CacheFolder:
             _refuse_foreign(self._path / name)
         try:
             return self._connect()
-        except (DamagedError, VersionError) as error:
-            if self.read_only or (isinstance(error, VersionError) and error.found > FORMAT):
+        except (DamagedError, FormatVersionError) as error:
+            if self.read_only or (isinstance(error, FormatVersionError) and error.found > FORMAT):
                 raise
             self.report.append(f"{error}: all of it is dropped")
             for end in ("", *BESIDE):
@@ -382,7 +382,7 @@ class CacheFolder:
             if tables and not tables.keys() & TABLES.keys():
                 raise UnusableError(f"its {MANIFEST} is of another program")
             if version != FORMAT:
-                raise VersionError(version)
+                raise FormatVersionError(version)
             if tables != TABLES:
                 raise DamagedError("its manifest has other tables")
             found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
@@ -525,7 +525,7 @@ class CacheFolder:
 
     # What changes it
 
-    def put(self, pending: Sequence[tuple[Name, Pending]], make_free: Callable[[int], bool]) -> Arrival | None:
+    def put(self, pending: Sequence[tuple[Name, PendingCopy]], make_free: Callable[[int], bool]) -> Arrival | None:
         """Write copies as a segment, and then their rows. Those that another process has written stay where they are.
 
         Args:
@@ -576,12 +576,12 @@ class CacheFolder:
         assert number is not None and self._number is not None
         return SegmentRow(number, file, num_bytes, self._number)
 
-    def _place(self, segment: int, name: Name, copy: Pending, start: int) -> Place:
+    def _place(self, segment: int, name: Name, copy: PendingCopy, start: int) -> CopyPlace:
         text = note_text(copy.note)
         span = Span(start, len(copy.contents), checksum(self._origin.digest, name, text, copy.contents))
-        return Place(segment, span, text, copy.note, copy.above)
+        return CopyPlace(segment, span, text, copy.note, copy.above)
 
-    def _values(self, name: Name, place: Place) -> tuple[object, ...]:
+    def _values(self, name: Name, place: CopyPlace) -> tuple[object, ...]:
         note = place.note
         ids = (note.namespace, note.ids) if note is not None and note.ids else (None, None)
         return (self._number, KINDS.index(name[0]), name[1], place.segment, *place.span, place.text, place.above, *ids)
@@ -634,7 +634,7 @@ class CacheFolder:
         self._db.close()
 
 
-def read_copy(store: Store, file: str, origin: str, name: Name, place: Place) -> Contents:
+def read_copy(store: Store, file: str, origin: str, name: Name, place: CopyPlace) -> Contents:
     """Read a copy, and check it.
 
     Raises:
@@ -741,7 +741,7 @@ def _tables(db: sqlite3.Connection) -> dict[str, str]:
     return dict(db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"))
 
 
-def _placed(row: SegmentRow, copy: tuple[object, ...]) -> tuple[Name, Place] | None:
+def _placed(row: SegmentRow, copy: tuple[object, ...]) -> tuple[Name, CopyPlace] | None:
     """A copy by its columns; None: they are not of the types and in the ranges of what is written."""
     kind, name, segment, start, num_bytes, check, text, above = copy
     if not (type(start) is type(num_bytes) is type(segment) is int and isinstance(name, bytes)):
@@ -753,7 +753,7 @@ def _placed(row: SegmentRow, copy: tuple[object, ...]) -> tuple[Name, Place] | N
     if type(kind) is not int or not 0 <= kind < len(KINDS) or not isinstance(above, bytes | None):
         return None
     try:
-        return (KINDS[kind], name), Place(row.id, Span(start, num_bytes, check), text, note_of(text), above, True)
+        return (KINDS[kind], name), CopyPlace(row.id, Span(start, num_bytes, check), text, note_of(text), above, True)
     except (ValueError, TypeError):
         return None
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybrid.tiers.folder import Place, read_copy
+from hybrid.tiers.folder import CopyPlace, read_copy
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import Contents, Name, UnavailableError
 from hybrid.tiers.worker import FORKED, ProcessLock, Worker
@@ -27,7 +27,7 @@ class Wanted:
     name: Name
     file: str
     origin: str
-    place: Place
+    place: CopyPlace
 
 
 class Buffer:

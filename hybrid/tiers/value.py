@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
-from hybrid.tiers.cost import Cost, Rate
+from hybrid.tiers.cost import Cost, MeasuredTime
 from hybrid.tiers.tier import Note
 from hybrid.tiers.worker import ProcessLock
 
@@ -120,8 +120,10 @@ class Savings:
         compute, reuse: as given.
     """
 
-    def __init__(self, compute: Rate, reuse: Reuse, page_bytes: int, checkpoint_bytes: int, page_size: int) -> None:
-        self.compute: Rate = compute
+    def __init__(
+        self, compute: MeasuredTime, reuse: Reuse, page_bytes: int, checkpoint_bytes: int, page_size: int
+    ) -> None:
+        self.compute: MeasuredTime = compute
         self.reuse: Reuse = reuse
         self._page_bytes = page_bytes
         self._checkpoint_bytes = checkpoint_bytes

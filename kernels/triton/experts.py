@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.triton.matmul import PIECES, Tile, decode_tile, sum_of_pieces, sum_of_steps
+from hybrid.kernels.triton.matmul import PIECES, ProductTile, decode_tile, sum_of_pieces, sum_of_steps
 
 PAIRS = 1024
 """Pairs that a program of the sorting kernel looks at at once."""
@@ -133,7 +133,7 @@ def _decoded_pairs(
     )
 
 
-def _most_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
+def _most_tiles(num_pairs: int, num_experts: int, tile: ProductTile) -> int:
     """Return the largest possible number of tiles, however pairs are dealt out to experts."""
     return num_pairs // tile.rows + min(num_pairs, num_experts)
 
@@ -150,9 +150,9 @@ def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
-def prompt_tile(element_size: int) -> Tile:
+def prompt_tile(element_size: int) -> ProductTile:
     """The tile of prompt rows: one for all weights, low, since an expert has few rows of most prompts."""
-    return Tile(64, 64, 32, 4, 3) if element_size == 4 else Tile(64, 128, 64, 4, 4)
+    return ProductTile(64, 64, 32, 4, 3) if element_size == 4 else ProductTile(64, 128, 64, 4, 4)
 
 
 @triton.jit

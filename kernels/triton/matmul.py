@@ -35,7 +35,7 @@ MIN_SPAN = 4096
 """Inner elements that are worth a program of their own: less is read faster than a second kernel is launched."""
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """Rows, columns and inner elements of a program's step, and the options of the compiler."""
 
     rows: int
@@ -131,32 +131,32 @@ def _decoded_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
 
 
 @lru_cache(maxsize=256)
-def prompt_tile(columns: int, element_size: int) -> Tile:
+def prompt_tile(columns: int, element_size: int) -> ProductTile:
     """The tile of prompt rows for a weight of this number of outputs. A wide one spares L2, narrow ones spread a weight
     with fewer outputs over the device."""
     if element_size == 4:
-        return Tile(64, 64, 32, 8, 3)
+        return ProductTile(64, 64, 32, 8, 3)
     if columns >= 8192:
-        return Tile(128, 256, 64, 8, 3)
-    return Tile(128, 128, 64, 8, 4)
+        return ProductTile(128, 256, 64, 8, 3)
+    return ProductTile(128, 128, 64, 8, 4)
 
 
 @lru_cache(maxsize=256)
-def decode_tile(rows: int, columns: int, element_size: int) -> Tile:
+def decode_tile(rows: int, columns: int, element_size: int) -> ProductTile:
     """The tile of this number of decoded rows for a weight of this number of outputs.
 
     `inner` decides bits and depends on the type alone. More rows go with more columns: what a program reads of `x`
     comes out of L2, whose speed is the limit there.
     """
     if element_size == 4:
-        return Tile(16, 32, 64, 4, 6)
+        return ProductTile(16, 32, 64, 4, 6)
     inner = 128
     if rows <= 16:
         tile_columns = 32 if columns >= 2048 else 16
         few = triton.cdiv(columns, tile_columns) <= PROGRAMS
-        return Tile(16, tile_columns, inner, 4, 9 if few else 6)
+        return ProductTile(16, tile_columns, inner, 4, 9 if few else 6)
     tile_columns = 64 if columns >= 2048 else 32
-    return Tile(32 if rows <= 32 else 64, tile_columns, inner, 4, 4)
+    return ProductTile(32 if rows <= 32 else 64, tile_columns, inner, 4, 4)
 
 
 def decode_spans(columns: int, inner: int) -> int:

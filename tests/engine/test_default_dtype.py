@@ -14,7 +14,7 @@ from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, busy_batch, second_turn
 from hybrid.engine import build
 from hybrid.kernels.ops import multiplies_pairs
-from hybrid.models.loading import TINY, Checkpoint, open_checkpoint
+from hybrid.models.loading import TINY, CheckpointFolder, open_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -35,8 +35,8 @@ class Config:
         self.dtype = dtype
 
 
-def stating(own: torch.dtype | None, whole: torch.dtype | None = None) -> Checkpoint:
-    return Checkpoint(TINY, "qwen3_5", Config(own), Config(whole))
+def stating(own: torch.dtype | None, whole: torch.dtype | None = None) -> CheckpointFolder:
+    return CheckpointFolder(TINY, "qwen3_5", Config(own), Config(whole))
 
 
 @pytest.mark.parametrize("stored", [FLOAT, BRAIN, HALF, None])

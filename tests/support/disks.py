@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hybrid.tiers.cost import Rate
+from hybrid.tiers.cost import MeasuredTime
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.folder import Origin
 from hybrid.tiers.store import DirectoryStore, Store
@@ -25,7 +25,7 @@ def origin(model: str = "a model") -> Origin:
 
 def savings(reuse: Reuse | None = None) -> Savings:
     """A token takes a second."""
-    return Savings(Rate(1.0), reuse or Reuse(), page_bytes=1500, checkpoint_bytes=1500, page_size=1)
+    return Savings(MeasuredTime(1.0), reuse or Reuse(), page_bytes=1500, checkpoint_bytes=1500, page_size=1)
 
 
 def tier_at(path: Path, num_bytes: int = LIMIT, model: str = "a model", **settings: Any) -> DiskTier:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from hybrid.tiers.cost import Cost, Rate
+from hybrid.tiers.cost import Cost, MeasuredTime
 
 
 def test_latency_and_bytes_are_told_apart() -> None:
@@ -31,7 +31,7 @@ def test_small_transfers_do_not_make_large_ones_slow() -> None:
 
 
 def test_what_is_slow_is_forgotten_in_the_end() -> None:
-    cost, rate = Cost(5e-4, 1e-9), Rate(1.0)
+    cost, rate = Cost(5e-4, 1e-9), MeasuredTime(1.0)
     cost.note(1000, 10.0)
     rate.note(1, 10.0)
     for _ in range(1000):

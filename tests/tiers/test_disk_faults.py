@@ -195,7 +195,7 @@ def test_a_directory_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     tier = tier_at(tmp_path)
     assert tier.failure is not None and "version 7" in tier.failure
-    assert "the disk is not used: VersionError" in tier.why_missing(name_of(0))
+    assert "the disk is not used: FormatVersionError" in tier.why_missing(name_of(0))
     assert not offer(tier, 1)
     tier.close()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

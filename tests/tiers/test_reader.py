@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from hybrid.tiers import reader as reading
-from hybrid.tiers.folder import Place, Span, checksum
+from hybrid.tiers.folder import CopyPlace, Span, checksum
 from hybrid.tiers.reader import BufferedReading, Reader, Wanted
 from hybrid.tiers.tier import Contents, UnavailableError
 
@@ -21,7 +21,7 @@ def contents_of(number: int) -> bytes:
 def wanted(number: int) -> Wanted:
     name = "page", bytes([number]) * 16
     span = Span(0, SIZE, checksum("origin", name, "", contents_of(number)))
-    return Wanted(name, f"file{number}", "origin", Place(0, span, "", None))
+    return Wanted(name, f"file{number}", "origin", CopyPlace(0, span, "", None))
 
 
 class Gated:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hybrid.tiers.cost import Cost, Rate
+from hybrid.tiers.cost import Cost, MeasuredTime
 from hybrid.tiers.tier import Note, Offer
 from hybrid.tiers.value import WORTHLESS, EvictionOrder, PageRefCounts, Reuse, Savings
 from support.disks import tier_at
@@ -15,7 +15,7 @@ SIZE = 1500
 
 
 def rule_of(reuse: Reuse) -> Savings:
-    return Savings(Rate(0.5), reuse, page_bytes=10, checkpoint_bytes=100, page_size=4)
+    return Savings(MeasuredTime(0.5), reuse, page_bytes=10, checkpoint_bytes=100, page_size=4)
 
 
 def test_a_copy_is_worth_more_the_likelier_a_hit_is_and_the_more_it_saves() -> None:
