@@ -1,4 +1,4 @@
-"""What pytest must know before it collects."""
+"""Settings that pytest needs before it collects."""
 
 import os
 import re

@@ -126,7 +126,7 @@ def test_something_else_than_a_file_is_not_taken_for_a_file_that_is_missing(
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, GENERATION, TOKENIZER])
 def test_a_file_that_may_not_be_read_is_refused(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As permissions do it for others than root: opening the file is refused."""
+    """The opening of the file is refused, as permissions do it for others than root."""
     opened = Path.open
 
     def refuse(self: Path, *arguments: Any, **options: Any) -> Any:

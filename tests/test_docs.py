@@ -1,4 +1,4 @@
-"""What the documents show is run here, as it stands there."""
+"""The examples in the documents are run here, as they stand there."""
 
 import re
 import subprocess
@@ -46,7 +46,7 @@ def test_links_to_a_heading_find_one() -> None:
 
 
 def commands_of(path: Path) -> list[str]:
-    """What a page shows to be typed: spans and lines of code that begin with a program of ours or `make`."""
+    """Return what a page shows to be typed: spans and lines of code that begin with a program of ours or `make`."""
     text = path.read_text(encoding="utf-8")
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

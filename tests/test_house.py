@@ -1,4 +1,4 @@
-"""What must hold of the code as a whole: the rule of imports, public names."""
+"""Rules of the code as a whole: the rule of imports, public names."""
 
 import ast
 import re

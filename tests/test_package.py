@@ -1,4 +1,4 @@
-"""What is built of this project: the same bytes each time, with all that belongs into it and nothing else. Offline."""
+"""The build of this project: the same bytes each time, with all that belongs into it and nothing else. Offline."""
 
 import os
 import shutil

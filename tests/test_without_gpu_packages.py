@@ -51,7 +51,7 @@ assert all(torch.equal(answer, plain) for answer in answers)
 
 
 def run(code: str, folder: Path) -> str:
-    """What a program prints where these packages are not found."""
+    """Return what a program prints where these packages are not found."""
     (folder / "sitecustomize.py").write_text(HIDES, encoding="utf-8")
     found = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     left_out = ("HYBRID_KERNELS", "TRITON_INTERPRET")

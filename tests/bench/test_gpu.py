@@ -371,7 +371,7 @@ def test_a_check_fails_where_a_second_run_has_other_bits(bench: Path) -> None:
 
 
 class Standin:
-    """What `torch.cuda` is to the clock, counted by the host's clock."""
+    """A stand-in for `torch.cuda`, counted by the host's clock."""
 
     def __init__(self, records: bool) -> None:
         self.records, self.runs, self.recording = records, 0, False

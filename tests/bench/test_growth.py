@@ -55,7 +55,7 @@ def bytes_taken(work: Callable[[], Any]) -> int:
 
 
 def evicted_and_moved(works: Iterator[Any], caches: list[HybridCache], times: int) -> list[tuple[int, int]]:
-    """What each of the first operations evicted and moved."""
+    """Return what each of the first operations evicted and moved."""
     found = []
     for work, _ in zip(works, range(times), strict=False):
         before = caches[-1].stats()

@@ -1,4 +1,4 @@
-"""What a pass of the model launches, counted without a GPU."""
+"""The launches of a pass of the model, counted without a GPU."""
 
 import json
 import os

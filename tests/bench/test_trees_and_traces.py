@@ -1,4 +1,4 @@
-"""What figures are repeated with: traces of the same bytes everywhere, and operations that every tree can run."""
+"""The means to repeat figures: traces of the same bytes everywhere, and operations that every tree can run."""
 
 import hashlib
 import importlib

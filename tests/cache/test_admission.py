@@ -36,7 +36,7 @@ def leave_a_tail(cache: AuditedCache) -> None:
 
 
 def kept(cache: AuditedCache, text: str) -> bool:
-    """Whether a checkpoint one page beyond a prompt is kept. The rest of the memory is taken first."""
+    """Tell whether a checkpoint one page beyond a prompt is kept. The rest of the memory is taken first."""
     key = key_of(cache, text)
     lease = start(cache, key)
     cache.advance(lease, len(key))

@@ -1,4 +1,4 @@
-"""What the allocator evicts: as much as is needed, and nothing where it does not suffice."""
+"""The evictions of the allocator: as much as is needed, and nothing where it does not suffice."""
 
 import pytest
 

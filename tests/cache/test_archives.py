@@ -71,7 +71,7 @@ def filled(memory: Callable[[int], CacheMemory]) -> HybridCache:
 
 
 def contents(cache: HybridCache) -> dict[tuple[str, bytes], tuple[bytes, bytes | None]]:
-    """Of every node: its page contents and its checkpoint, by namespace and path."""
+    """Return the page contents and the checkpoint of every node, by namespace and path."""
     found, paths = {}, dict[int, bytes]()
     tensors = cache.memory.tensors
     assert tensors is not None

@@ -1,4 +1,4 @@
-"""What is worth a copy: learned from what left the device and was wanted again, whether it was copied or not."""
+"""The value of a copy: learned from what left the device and was wanted again, whether it was copied or not."""
 
 import pytest
 

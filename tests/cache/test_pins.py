@@ -59,7 +59,7 @@ def locks(cache: HybridCache) -> int:
 
 
 def books(cache: HybridCache) -> tuple[object, ...]:
-    """What a call that changed nothing leaves alone."""
+    """Return what a call that changed nothing leaves alone."""
     pins = sorted((pin.num_tokens, pin.expires) for pin in cache.pins)
     return cache.stats(), pins, locks(cache), sorted(map(id, cache.pins))
 
@@ -322,7 +322,7 @@ def test_pins_that_were_let_go_of_do_not_pile_up(cache: AuditedCache) -> None:
 
 
 def test_a_copy_of_a_pin_is_that_pin_and_one_from_elsewhere_has_ended(cache: AuditedCache) -> None:
-    """What is sent to another process is a name, and nothing of what the cache holds."""
+    """Only a name is sent to another process, and nothing of what the cache holds."""
     pin = pinned(cache, "ab")
     before = books(cache)
     sent = pickle.dumps(pin)

@@ -1,4 +1,4 @@
-"""Where checkpoints are put."""
+"""The places of checkpoints."""
 
 from itertools import pairwise
 

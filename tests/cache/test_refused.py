@@ -1,4 +1,4 @@
-"""What an engine of one's own may get wrong is refused by the call that is wrong, and changes nothing."""
+"""Mistakes of an engine of one's own are refused by the call that is wrong, and change nothing."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

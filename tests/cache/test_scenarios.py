@@ -1,4 +1,4 @@
-"""What broke in other caches for hybrid models, numbered as they were collected: locks, requests, commits.
+"""Bugs of other caches for hybrid models, numbered as they were collected: locks, requests, commits.
 
 Eviction (11, 13 to 17, 23, 24) is in test_scenarios_eviction.py; what needs a model (6 in part, 7, 25, and 19 and 20 on
 its side) is in test_engine_scenarios.py. The caches here audit themselves after every action; pages hold two tokens and

@@ -1,4 +1,4 @@
-"""What broke in other caches for hybrid models, numbered as in test_scenarios.py: eviction and pressure."""
+"""Bugs of other caches for hybrid models, numbered as in test_scenarios.py: eviction and pressure."""
 
 import pytest
 

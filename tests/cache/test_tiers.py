@@ -194,7 +194,7 @@ def test_a_restore_that_fails_anywhere_is_a_miss_with_a_reason_and_leaves_nothin
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("host", [100_000, 300])
 def test_an_eviction_that_fails_at_any_line_of_copying_leaves_the_tier_whole(host: int) -> None:
-    """What leaves is evicted all the same; a tier that the exception has left inconsistent is empty."""
+    """The unit that leaves is evicted all the same; a tier that the exception has left inconsistent is empty."""
     line, planted = 0, Planted(0)
     while not line or planted.was_raised:
         line += 1

@@ -492,7 +492,7 @@ def test_a_directory_is_listed(
 
 
 def assert_right(path: Path, capsys: pytest.CaptureFixture[str], at_least: int = 2) -> None:
-    """What a file holds is what the model computes; as many pages and checkpoints were compared."""
+    """Assert that a file holds what the model computes; as many pages and checkpoints were compared."""
     status, result = run_json(capsys, "cache", "check", str(path))
     assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
     assert result["checked"] >= at_least
@@ -552,7 +552,7 @@ def test_a_file_is_computed_again_in_the_type_it_was_made_in(
 def test_a_file_of_the_other_mode_is_compared_within_the_rounding_of_its_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What decode steps have made is in it; of another token it is found out."""
+    """The states of decode steps are in it; one of another token is found out."""
     path = tmp_path / "fast"
     save_half(path, range(3, 23), 30, deterministic=False)
     assert_right(path, capsys)

@@ -1,4 +1,4 @@
-"""How a command ends where the terminal, the reader of its output or the system ends it."""
+"""The end of a command where the terminal, the reader of its output or the system ends it."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ STRESS = ["stress", "--no-model", "--no-signals", "--operations", "20"]
 def test_a_reader_that_has_gone_ends_the_command_with_status_2(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As `hybrid stress | head -1`: 1 would say that a check failed."""
+    """The command is `hybrid stress | head -1`: status 1 would say that a check failed."""
     monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)
     reader, writer = os.pipe()
     os.close(reader)
@@ -41,7 +41,7 @@ def test_a_reader_that_has_gone_ends_the_command_with_status_2(
 def test_what_is_wrong_is_not_printed_among_results(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where stderr is closed."""
+    """Nothing is printed among results, even if stderr is closed."""
     monkeypatch.setattr("sys.stderr", None)
     assert main(["cache", "show", "/nowhere"]) == 2
     monkeypatch.undo()
@@ -64,7 +64,7 @@ def handled() -> Iterator[Callable[[int, signal.Handlers], None]]:
 def test_a_signal_that_is_ignored_ends_no_command(
     handled: Callable[[int, signal.Handlers], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under `nohup`, when the terminal is closed."""
+    """The signal comes as under `nohup`, when the terminal is closed."""
     handled(signal.SIGHUP, signal.SIG_IGN)
 
     def run(args: argparse.Namespace, console: Console) -> Outcome:

@@ -110,7 +110,7 @@ def prompt_of(seed: int, count: int = 45) -> list[int]:
 
 
 def merged_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
-    """Of PEFT's own merged model in transformers."""
+    """Return log-probabilities of PEFT's own merged model in transformers."""
     model: Any = PeftModel.from_pretrained(random_model(text_config()), str(folder)).merge_and_unload()
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)

@@ -1,4 +1,4 @@
-"""What is restored arrives while the first layers compute. A copier that copies as late as it may, into NaN, finds
+"""Restored contents arrive while the first layers compute. A copier that copies as late as it may, into NaN, finds
 whoever uses contents that are not there yet: all answers are those of cold runs, to the bit."""
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def evicted(engine: Engine, *prompts: list[int]) -> None:
 
 
 def saved(engine: Engine, prompt: list[int]) -> list[bytes]:
-    """What a file of the prompt would hold."""
+    """Return what a file of the prompt would hold."""
     archive = engine.cache.archive([Key.of(prompt)], model="a model")
     return [tensor.numpy().tobytes() for tensor in (archive.pages, archive.checkpoints)]
 

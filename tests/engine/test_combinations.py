@@ -157,7 +157,7 @@ class Life:
     # Options of requests
 
     def options(self, prompt: Prompt) -> Settings:
-        """Of a request to this prompt."""
+        """Return options of a request to this prompt."""
         rng = self.rng
         found: Settings = {"max_new_tokens": rng.choice([1, 2, 9, 20, 33]), "ignore_eos": True}
         if rng.random() < 0.5:
@@ -332,7 +332,7 @@ class Life:
             pass
 
     def hand_over(self) -> None:
-        """What is cached goes to another engine, which takes the place of this one."""
+        """Hand what is cached to another engine, which takes the place of this one."""
         data = self.engine.dump()
         self.log.append(f"hand over {len(data)} bytes")
         self.engine.close()

@@ -22,7 +22,7 @@ FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 
 @pytest.fixture(params=[True, False], ids=["with pairs", "without"])
 def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU multiplies pairs."""
+    """Tell whether the CPU multiplies pairs."""
     has_pairs: bool = request.param
     monkeypatch.setattr(build, "multiplies_pairs", lambda: has_pairs)
     return has_pairs

@@ -137,7 +137,7 @@ def test_of_a_step_that_always_fails_only_the_culprit_ends(
 def test_a_failure_in_the_middle_of_an_answer_ends_that_request(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int, deterministic: bool
 ) -> None:
-    """What was undone passes when it is computed again, up to where it failed."""
+    """The tokens that were undone pass when they are computed again, up to where it failed."""
     engine = engine_on(tiny, deterministic=deterministic)
     names = [engine.add_request(ids(20 + 9 * n, seed=n), greedy(8)) for n in range(1 + num_others)]
     failures = fail_with(engine, monkeypatch, lambda part: part.request.request_id == names[0] and part.end >= 24)

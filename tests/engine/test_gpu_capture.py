@@ -1,4 +1,4 @@
-"""How CUDA graphs are captured, by a stand-in for what torch has of a GPU."""
+"""The capture of CUDA graphs, by a stand-in for what torch has of a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -72,7 +72,7 @@ def test_trees_of_drafts_change_no_bit(tiny: Engine, kv_dtype: str) -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "mean", "most"), [("int8", 0.007, 0.1), ("fp8", 0.03, 0.4)])
 def test_log_probabilities_are_off_by_what_the_docs_state(kv_dtype: str, mean: float, most: float) -> None:
-    """Of every token of 4 texts of 1500 characters from LICENSE, given those before it."""
+    """The log-probabilities are of every token of 4 texts of 1500 characters from LICENSE, given those before it."""
     texts = (ROOT / "LICENSE").read_text(encoding="utf-8")
     found = {}
     for own in ("auto", kv_dtype):

@@ -33,7 +33,7 @@ READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[list[str]]:
-    """What the host does, in order: "launch", "wait" for results that were sent, and every other read of a tensor
+    """Note what the host does, in order: "launch", "wait" for results that were sent, and every other read of a tensor
     outside of the model, by its name."""
     events: list[str] = []
     inside = [False]
@@ -325,7 +325,7 @@ def test_an_abort_of_several_answers_leaves_the_rows_of_others_what_they_are(tin
 
 
 def test_a_step_with_drafts_is_waited_for_though_nothing_more_is_drafted(tiny: Engine) -> None:
-    """What was cached ends with its drafts: how many are accepted is not known before."""
+    """The cached text ends with its drafts: how many are accepted is not known before."""
     drafts = SpeculationConfig(drafters=("cache",), adaptive=False)
     for known in range(10, 20):
         engine = overlapping(engine_on(tiny, deterministic=False), speculation=drafts)
@@ -362,7 +362,7 @@ def test_a_step_is_launched_ahead_where_no_drafter_has_anything(tiny: Engine, dr
 def test_drafts_and_steps_launched_ahead_change_no_answer(
     tiny: Engine, params: SamplingParams, deterministic: bool, graphs: bool
 ) -> None:
-    """Where a source has more, a step waits for the last token and has drafts; the one after the last draft is launched
+    """A step waits for the last token and has drafts where a source has more; the one after the last draft is launched
     ahead again."""
     prompts = [ids(GRID + 5 * seed, seed) for seed in range(3)]
     expected = [answer(engine_on(tiny, deterministic=deterministic), prompt, params) for prompt in prompts]

@@ -1,4 +1,5 @@
-"""What a caller gets beside the whole answer: deltas, own ids, figures, and an engine that can be closed."""
+"""The outputs that a caller gets beside the whole answer: deltas, own ids, figures, and an engine that can be
+closed."""
 
 import asyncio
 import gc
@@ -58,7 +59,7 @@ def test_a_late_caller_gets_all_that_is_new_in_one_delta(tiny: Engine) -> None:
 
 
 def test_generate_makes_one_output_of_each_request(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of unfinished requests would be thrown away."""
+    """Outputs of unfinished requests would be thrown away."""
     made = []
     whole = Request.output
     monkeypatch.setattr(Request, "output", lambda request, *args: made.append(request) or whole(request, *args))

@@ -45,7 +45,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """What happens in order: "launch" of a pass, "post" of one to other threads, and "wait" for results."""
+    """Note what happens in order: "launch" of a pass, "post" of one to other threads, and "wait" for results."""
     events: list[str] = []
     launch, post, wait = ModelRunner.launch, Team.post, PendingTokens.wait
 

@@ -1,4 +1,5 @@
-"""What a request needs from disk is read while it waits and while others run, and given to it whole or not at all."""
+"""Contents that a request needs from disk are read while it waits and while others run, and given to it whole or not at
+all."""
 
 import os
 import random

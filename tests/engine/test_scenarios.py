@@ -1,5 +1,4 @@
-"""What must hold of running requests that share, wait, branch, give way and disappear. Chunks and pages have 16
-tokens."""
+"""Rules of running requests that share, wait, branch, give way and disappear. Chunks and pages have 16 tokens."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ def params_of(form: dict[str, Any], **more: Any) -> SamplingParams:
 
 
 def follows(form: dict[str, Any], text: str) -> bool:
-    """Whether a text follows a form, by something else than what excluded the tokens."""
+    """Tell whether a text follows a form, by something else than what excluded the tokens."""
     ((kind, value),) = form.items()
     if kind == "json_schema":
         found = json.loads(text)
@@ -72,8 +72,8 @@ def test_json_of_an_older_llguidance_follows_its_form(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_names_of_control_tokens_in_a_form_are_text(tiny: Engine, deterministic: bool) -> None:
-    """Where only one text can follow, llguidance allows the token that the tokenizer begins it with: an answer that was
-    to be "<|im_end|>" ended at once, and was empty."""
+    """Llguidance allows, where only one text can follow, the token that the tokenizer begins it with: an answer that
+    was to be "<|im_end|>" ended at once, and was empty."""
     name, both = "<|im_end|>", "<|im_start|>user\n<|im_end|>"
     forms = [{"choice": [name]}, {"choice": [both]}, {"regex": r"<\|im_start\|>user\n<\|im_end\|>"}]
     enum = {"type": "object", "properties": {"a": {"enum": [both]}}, "required": ["a"], "additionalProperties": False}

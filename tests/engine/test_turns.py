@@ -147,7 +147,7 @@ class Waits:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_turns_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits is looked through whole for each request that starts."""
+    """The waiting requests are all looked through for each request that starts."""
     if seed % 2:
         monkeypatch.setattr("hybrid.engine.waiting.MAX_OVERTAKING", 10)  # so that some are overtaken by as many
     rng = random.Random(seed)
@@ -188,7 +188,7 @@ def test_turns_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.Monkey
 
 
 def test_a_namespace_that_comes_late_is_served_as_the_others_are_from_then_on() -> None:
-    """What they were served before does not make them wait."""
+    """The service of the others before does not make them wait."""
     queue = WaitingQueue()
 
     def start(count: int) -> list[str]:

@@ -90,8 +90,8 @@ def test_the_document_lists_the_models_that_are_tested() -> None:
 
 
 def test_every_language_model_of_transformers_with_states_is_tested_or_refused() -> None:
-    """Those of the installed version, told by the layers of their cache. Two are named after their text part, and two
-    have no attention at all, as `falcon_mamba`."""
+    """The models are those of the installed version, found by the layers of their cache. Two are named after their text
+    part, and two have no attention at all, as `falcon_mamba`."""
     found = set()
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:

@@ -433,7 +433,7 @@ def test_a_fork_goes_on_by_itself(kind: str, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.parametrize("kind", ["model", "llama", "sliding"])
 def test_rewinding_is_as_if_it_had_never_been(kind: str, request: pytest.FixtureRequest) -> None:
-    """Where transformers' own crop fails, or leaves the state as it was."""
+    """The cases are those where transformers' own crop fails, or leaves the state as it was."""
     model = request.getfixturevalue(kind)
     cache = cache_on(model)
     prompt = ids(70)

@@ -351,7 +351,7 @@ def test_drafts_that_cannot_be_are_refused(model: Any, options: dict[str, Any], 
 def test_searches_that_are_neither_greedy_nor_sampled_are_those_of_transformers(
     model: Any, options: dict[str, Any]
 ) -> None:
-    """Which loads them if it may; with drafts they are not answered greedily."""
+    """Transformers loads them if it may; with drafts they are not answered greedily."""
     cache = cache_on(model, deterministic=False)
     for more in ({}, {"speculation": "cache"}):
         with pytest.raises(ValueError, match="trust_remote_code"):

@@ -233,7 +233,8 @@ def test_a_decoded_token_gives_the_same_bits_with_drafts_behind_it() -> None:
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 @pytest.mark.parametrize("requests", [DECODES, [(0, 15), (16, 1), (37, 28)]], ids=["decodes", "prompts"])
 def test_tokens_before_the_first_one_are_not_seen(requests: list[tuple[int, int]], num_splits: int | None) -> None:
-    """As where the sequence begins with it: rotations aside, which are done before, keys have no positions."""
+    """The result is as if the sequence began with it: rotations aside, which are done before, keys have no
+    positions."""
     requests = [(cached + 1, new) for cached, new in requests]
     batch = Batch(requests, dtype=torch.float32)
     arguments = (*batch.arguments(), num_splits, 1)

@@ -49,8 +49,9 @@ def large_fp32_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Inputs:
-    """What the rule takes for T packed tokens: q, k `[T, key_heads, key_dim]`, v `[T, value_heads, value_dim]`, a and b
-    `[T, value_heads]`. q, k and v are views of one tensor, as they come out of the convolution, and so are a and b."""
+    """The inputs of the rule for T packed tokens: q, k `[T, key_heads, key_dim]`, v `[T, value_heads, value_dim]`, a
+    and b `[T, value_heads]`. q, k and v are views of one tensor, as they come out of the convolution, and so are a and
+    b."""
 
     q: Tensor
     k: Tensor
@@ -142,13 +143,15 @@ def run(
 
 
 def close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Whether outputs are right to the rounding of their type, which the interpreter does towards zero in bfloat16."""
+    """Assert that outputs are right to the rounding of their type, which the interpreter does towards zero in
+    bfloat16."""
     bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours.double(), expected, rtol=bound, atol=bound)
 
 
 def close_states(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Whether states are right: no type of inputs costs them more than the last bits of fp32 or of its sums of two."""
+    """Assert that states are right: no type of inputs costs them more than the last bits of fp32 or of its sums of
+    two."""
     bound = 1e-4 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(ours.double(), expected, rtol=bound, atol=bound)
 

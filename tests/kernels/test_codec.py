@@ -53,7 +53,7 @@ def stored_state_of(layout: StoredLayout, slot: dict[str, Tensor]) -> Tensor:
 
 
 def there_and_back(layout: StoredLayout, slot: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a slot is after it was stored and restored."""
+    """Return a slot after it was stored and restored."""
     target = {name: torch.full_like(tensor, NAN) for name, tensor in slot.items()}
     restore(layout, stored_state_of(layout, slot), target)
     return target

@@ -43,13 +43,13 @@ def run(*arguments: str, tool: Path = TOOL, **environment: str) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="module")
 def compiled(folder: Path) -> dict[str, Any]:
-    """What the tool writes."""
+    """Return what the tool writes."""
     result = run("--json", str(folder / "found.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def test_weights_are_read_past_the_registers_while_decoding(compiled: dict[str, 
 
 
 def test_variants_that_must_give_the_same_bits_add_up_in_the_same_order(folder: Path) -> None:
-    """Which thread has which numbers of a sum follows from what the compiler knows of addresses, and a variant knows
+    """The compiler decides by what it knows of addresses which thread has which numbers of a sum, and a variant knows
     other things: one token or several of a request, one prompt or many. The interpreter has no threads."""
     result = run(tool=VARIANTS, TRITON_CACHE_DIR=str(folder / "cache"))
     assert result.returncode == 0, result.stderr
@@ -121,7 +121,8 @@ def test_variants_that_must_give_the_same_bits_add_up_in_the_same_order(folder: 
 
 
 def test_the_tool_runs_where_the_package_is_not_installed() -> None:
-    """As on a machine that is lent for ten minutes, where smoke compiles by it: without what `site` adds."""
+    """The tool runs without what `site` adds, as on a machine that is lent for ten minutes, where smoke compiles by
+    it."""
     packages = os.pathsep.join(path for path in sys.path if Path(path).name.endswith("-packages"))
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-S", str(TOOL), "--help"]

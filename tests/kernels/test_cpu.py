@@ -541,7 +541,7 @@ Prompt = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def prompt_of(layer: Layer, count: int, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, Prompt]:
-    """What goes into the convolution, and into the chunk rule: q, k, v, a and b."""
+    """Return the inputs of the convolution, and of the chunk rule: q, k, v, a and b."""
     (key_heads, _), (key_dim, value_dim) = heads, dims
     mixed, a, b = layer.tokens(count)
     values = (heads[1], value_dim)

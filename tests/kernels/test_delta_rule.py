@@ -33,7 +33,7 @@ def _seed() -> None:
 
 @dataclass
 class Inputs:
-    """What the rule takes for T packed tokens.
+    """The inputs of the rule for T packed tokens.
 
     Attributes:
         q, k: `[T, key_heads, 12]`.

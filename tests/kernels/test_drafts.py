@@ -99,7 +99,7 @@ def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
 
 
 def test_rows_of_a_replay_that_are_left_out_change_nothing() -> None:
-    """Those before and after an accepted run, and of a request of which nothing is accepted."""
+    """The rows are those before and after an accepted run, and of a request of which nothing is accepted."""
     x, state = torch.randn(5, 24), torch.randn(4, 24)
     expected = state.clone()
     expected[2] = x[2]

@@ -192,7 +192,7 @@ def test_the_real_chunk_rule_of_fla_gives_what_the_twin_gives(monkeypatch: pytes
 def naive_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, initial_states: Tensor, activation: str
 ) -> Tensor:
-    """What causal-conv1d takes and gives: channels next to each other in memory, strides in eights."""
+    """Compute causal-conv1d and check its inputs: channels next to each other in memory, strides in eights."""
     batch, channels, _ = x.shape
     width = weight.shape[1]
     assert activation == "silu"

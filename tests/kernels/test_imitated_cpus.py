@@ -56,7 +56,7 @@ HERE = "this CPU"
 
 
 def run(settings: Mapping[str, str], threads: int, *arguments: str) -> dict[str, Any]:
-    """What the program finds under these settings."""
+    """Return what the program finds under these settings."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment |= {
         **settings,
@@ -76,7 +76,7 @@ Results = Callable[[str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(checkpoints: dict[int, str]) -> Results:
-    """What was found, by settings and threads; each is run once."""
+    """Return what was found, by settings and threads; each is run once."""
 
     @cache
     def found(name: str, threads: int) -> dict[str, Any]:

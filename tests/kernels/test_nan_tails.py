@@ -1,4 +1,4 @@
-"""What lies after a request's last token in its last page may be anything, NaN of any bits included: pages and states
+"""The bytes after a request's last token in its last page may be anything, NaN of any bits included: pages and states
 share the bytes of an arena. No attention over pages lets it change a bit, whoever computes it."""
 
 from collections.abc import Callable

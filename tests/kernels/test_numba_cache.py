@@ -45,7 +45,7 @@ print(json.dumps([len(compiled), elementwise.rms_norm(x, torch.ones(20), 1e-6).t
 
 
 def run(folder: Path, program: str = PROGRAM, **more: str) -> Any:
-    """What a new process prints whose cache is in a folder."""
+    """Return what a new process prints whose cache is in a folder."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "HYBRID_KERNELS": "auto", **more}
     command = [sys.executable, "-W", "ignore", "-c", program]
     return json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)

@@ -30,7 +30,7 @@ def pages() -> torch.Tensor:
 
 
 def rule_arguments() -> tuple[Any, ...]:
-    """Of the chunk rule: two requests, key heads half as many as value heads, one capture."""
+    """Return arguments of the chunk rule: two requests, key heads half as many as value heads, one capture."""
     q, k, v = torch.randn(40, 2, DIM), torch.randn(40, 2, DIM), torch.randn(40, 4, DIM)
     where = (starts_of([32, 8]), ints([0, 1]), ints([2, 3]), ints([0, 16, 4]).view(1, 3))
     gates = (*torch.randn(2, 40, 4), -torch.rand(4), torch.randn(4))

@@ -181,7 +181,7 @@ PATHS: dict[str, tuple[list[tuple[int, int]], int | None]] = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", KV_DTYPES)
 def test_the_kernel_attends_to_what_was_kept(name: str, path: str, dtype: torch.dtype, page_size: int) -> None:
-    """As the kernel attends to unpacked pages, bit by bit where its tiles are the same, and close to the twin."""
+    """The kernel attends as to unpacked pages, bit by bit where its tiles are the same, and close to the twin."""
     requests, splits = PATHS[path]
     heads, kv_heads, head_dim = 4, 2, 26
     lengths, counts = [sum(request) for request in requests], [new for _, new in requests]

@@ -1,4 +1,4 @@
-"""What watches interpreted launches finds the bugs that are planted here, and nothing where there are none.
+"""The watch of interpreted launches finds the bugs that are planted here, and nothing where there are none.
 
 A bug is planted by changing the text of a kernel's module; the changed copy is imported under another name.
 """

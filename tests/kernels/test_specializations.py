@@ -1,4 +1,4 @@
-"""What Triton compiles is few, and compiled when an engine starts: no size of a step needs another variant."""
+"""The variants that Triton compiles are few, and compiled when an engine starts: no size of a step needs another."""
 
 import json
 import os
@@ -22,7 +22,7 @@ KINDS = ("dense", "experts", "dense, drafts", "predictor", "int8, drafts", "fp8"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the tool prints, with 25 random steps for each kind of engine and mode."""
+    """Return what the tool prints, with 25 random steps for each kind of engine and mode."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, str(TOOL), "25"], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr

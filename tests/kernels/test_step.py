@@ -71,7 +71,7 @@ class Layer:
         self.recurrent = pool_of((value_heads, key_dim, value_dim), torch.float32)
 
     def tokens(self, count: int) -> tuple[Tensor, ...]:
-        """What comes in with so many tokens: (mixed, a, b)."""
+        """Return the inputs with so many tokens: (mixed, a, b)."""
         a, b = 3 * torch.randn(2, count, self.heads[1])
         return tuple(x.to(DEVICE, self.dtype) for x in (torch.randn(count, self.channels), a, b))
 

@@ -116,7 +116,7 @@ def test_decoded_tokens_see_the_window_and_move_its_ring(window: int) -> None:
 
 
 def test_two_that_read_one_slot_leave_it_as_it_is() -> None:
-    """As forks do, and a first step after a hit."""
+    """The slot is read as forks do, and as a first step after a hit does."""
     window, parts, rings = 5, tokens(12), rings_of(5)
     rings[1] = ring_after(*parts[1:], 10, window)
     before = rings.clone()

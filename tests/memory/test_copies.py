@@ -1,4 +1,4 @@
-"""How contents are divided among layers, and what is asked of a GPU so that they arrive when they are waited for."""
+"""The division of contents among layers, and what is asked of a GPU so that they arrive when they are waited for."""
 
 import gc
 import weakref
@@ -205,7 +205,7 @@ def units_of(memory: CacheMemory, num_pages: int) -> tuple[CacheTensors, list[in
 
 
 def random_contents(tensors: CacheTensors, num_pages: int, seed: int = 0) -> tuple[list[bytes], bytes]:
-    """Of pages and of a checkpoint."""
+    """Return random contents of pages and of a checkpoint."""
     rng = Random(seed)
     pages = [rng.randbytes(len(tensors.read_page(0))) for _ in range(num_pages)]
     return pages, rng.randbytes(len(tensors.read_checkpoint(1)))

@@ -1,4 +1,4 @@
-"""How numbers reach a GPU: from pinned memory, without waiting for it. The GPU is a stand-in."""
+"""The way of numbers to a GPU: from pinned memory, without waiting for it. The GPU is a stand-in."""
 
 from typing import Any
 

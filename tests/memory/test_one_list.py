@@ -106,7 +106,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def forgets_nothing(
     move: Callable[[CacheTensors], None], of: Callable[[CacheTensors], dict[str, torch.Tensor]]
 ) -> bool:
-    """Whether moving page or slot 3 to 5 moves every tensor of it."""
+    """Tell whether moving page or slot 3 to 5 moves every tensor of it."""
     tensors, rng = tensors_of(MEMORIES["fixed"]()), torch.Generator().manual_seed(1)
     views = of(tensors)
     for index in (3, 5):
@@ -153,7 +153,7 @@ def test_a_mover_that_forgets_a_tensor_of_states_is_found(name: str) -> None:
 
 
 def test_contents_are_read_without_the_gaps_between_tensors() -> None:
-    """What was there before, in a piece of memory that held something else, is nobody's business."""
+    """The bytes of a piece that held something else before are not read."""
     tensors = tensors_of(MEMORIES["one budget"]())
     assert len(tensors.read_page(4)) == sum(tensor.num_bytes(PAGE) for tensor in EVERYTHING.tokens)
     assert len(tensors.read_checkpoint(4)) == sum(tensor.num_bytes for tensor in EVERYTHING.state)
@@ -250,7 +250,7 @@ Held = list[dict[str, list[int]]]
 
 
 def hit(cache: HybridCache, key: Key) -> Held:
-    """What a request gets whose prompt continues a cached one."""
+    """Return what a request gets whose prompt continues a cached one."""
     longer = Key(key.ids + key.ids[:TOKEN_BYTES])
     lease, tensors = cache.open(longer, len(key), len(longer)), tensors_of(cache.memory)
     assert lease is not None
@@ -304,7 +304,7 @@ def by_a_file(forgotten: str | None) -> tuple[Held, Held]:
 
 
 def by_a_fork(forgotten: str | None) -> tuple[Held, Held]:
-    """Of a prompt that ends inside a page."""
+    """Return what is held of a prompt that ends inside a page."""
     cache, rng = cache_on(forgotten), torch.Generator().manual_seed(1)
     key, tensors = key_of(cache, "abc", extra=3), tensors_of(cache.memory)
     lease = cache.open(key, len(key) - 1, len(key))

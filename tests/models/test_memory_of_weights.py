@@ -1,4 +1,4 @@
-"""What weights take in memory: the bytes of their file, whatever the layout, and a byte each as int8."""
+"""The memory of weights: the bytes of their file, whatever the layout, and a byte each as int8."""
 
 import json
 import shutil

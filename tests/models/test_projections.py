@@ -86,7 +86,8 @@ class Products(TorchFunctionMode):
 
 
 def test_a_decode_step_of_32_layers_has_129_products(use_kernels: Callable[[str], None]) -> None:
-    """As many as Qwen3.5-9B has layers: 2 for a mixer, 2 for a feed-forward part, and the head; 249 apart."""
+    """The model has as many layers as Qwen3.5-9B: 2 products for a mixer, 2 for a feed-forward part, and the head; 249
+    apart."""
     use_kernels("reference")
     config = text_config(layer_types=layers("LLLF" * 8), tie_word_embeddings=False)
     model = Qwen3_5ForCausalLM(config, 64)

@@ -1,5 +1,5 @@
-"""What deterministic mode promises on a CPU is computed by compiled operations: torch moves numbers, and adds and
-multiplies single ones, whose results depend on nothing else."""
+"""The bits that deterministic mode promises on a CPU are computed by compiled operations: torch moves numbers, and adds
+and multiplies single ones, whose results depend on nothing else."""
 
 from pathlib import Path
 from typing import Any

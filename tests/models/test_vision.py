@@ -52,7 +52,7 @@ def answer(engine: hybrid.Engine, prompt: Any) -> hybrid.RequestOutput:
 
 
 def logprobs(output: hybrid.RequestOutput) -> Tensor:
-    """Of the tokens of an answer."""
+    """Return log-probabilities of the tokens of an answer."""
     assert output.logprobs is not None
     return torch.tensor([known[token] for known, token in zip(output.logprobs, output.token_ids, strict=True)])
 

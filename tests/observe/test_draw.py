@@ -150,7 +150,7 @@ document.body.replaceChildren(JSON.stringify(found));
 
 
 def shown_by_a_browser(page: str, path: Path) -> dict[str, Any]:
-    """What a page with a script at its end leaves as its body: a JSON object."""
+    """Return what a page with a script at its end leaves as its body: a JSON object."""
     assert BROWSER is not None
     path.write_text(page, encoding="utf-8")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]

@@ -1,4 +1,4 @@
-"""What a notebook shows: pages whose tags are closed, in which a text is a text."""
+"""The HTML that a notebook shows: pages whose tags are closed, in which a text is a text."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
 
 def shown(thing: Any) -> Page:
-    """What a notebook shows of a thing."""
+    """Return what a notebook shows of a thing."""
     return Page(thing._repr_html_())
 
 

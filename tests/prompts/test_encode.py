@@ -234,7 +234,7 @@ def test_the_limit_of_a_text_follows_the_smaller_of_model_and_cache() -> None:
 
 
 class PanicException(BaseException):
-    """As PyO3 raises where code in Rust panics."""
+    """The exception that PyO3 raises where code in Rust panics."""
 
 
 @pytest.mark.parametrize("error", [PanicException("index out of range"), ValueError("no"), OverflowError("too long")])

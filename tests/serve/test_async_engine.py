@@ -40,7 +40,7 @@ from support.scheduling import VOCAB, Counting, Known, engine_without_model
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """What `Echo` answers."""
+    """Return what `Echo` answers."""
     return [(prompt[0] * 31 + prompt[1] * 7 + at) % VOCAB for at in range(len(prompt), len(prompt) + count)]
 
 

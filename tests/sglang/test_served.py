@@ -207,7 +207,8 @@ print(json.dumps(log))
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_two_processes_with_the_same_calls_choose_the_same_victims(unified: bool) -> None:
-    """As the ranks of a tensor-parallel group must: each has its own tree, and nothing tells them of each other."""
+    """The ranks of a tensor-parallel group must do so: each has its own tree, and nothing reports them to each
+    other."""
     root = Path(__file__).parent.parent.parent
     given = json.dumps([[[ids.tolist(), length] for ids, length in conversations(3, 80)], unified])
     logs = []

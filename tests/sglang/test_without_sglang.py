@@ -1,4 +1,4 @@
-"""What of `hybrid.sglang` needs no SGLang: keys, options, refusals, requests and their order, prices, imports.
+"""The parts of `hybrid.sglang` that need no SGLang: keys, options, refusals, requests and their order, prices, imports.
 
 SGLang's own objects are stood in for by plain attributes where a function only reads them; what SGLang does with its
 objects is tested with SGLang itself, in the other files here.
@@ -38,7 +38,7 @@ HEAVY = ("transformers", "tokenizers", "triton", "fla", "hybrid.engine", "hybrid
 
 
 def printed(code: str) -> str:
-    """What a program prints, in a process of its own."""
+    """Return what a program prints, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""What drafters remember of texts goes when the cache is cleared."""
+"""The memory of drafters is cleared with the cache."""
 
 import random
 from array import array

@@ -98,7 +98,7 @@ def test_each_token_of_an_answer_is_indexed_once_and_drafted_soon() -> None:
 
 
 def test_a_long_prompt_takes_the_memory_of_its_index() -> None:
-    """What a request keeps of its own, beside that, is of its latest tokens."""
+    """The memory that a request keeps of its own, beside that, is of its latest tokens."""
     rng, drafter = random.Random(0), GramDrafter()
     ids = array("i", [rng.randrange(50_000) for _ in range(40_000)])
     history = history_of(ids)
@@ -431,7 +431,7 @@ def test_drafts_that_are_never_right_are_compared_and_not_computed(has_any: bool
 
 
 def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> None:
-    """What was not computed is compared with what came."""
+    """Drafts that were not computed are compared with what came."""
     drafter = Silent(True)
     speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
     ids = array("i", [1])

@@ -30,7 +30,7 @@ DEPTH = 6
 
 
 def feature(before: Numbers, token: int) -> Numbers:
-    """What the model would hand to the drafter after a token: it depends on all tokens up to this one."""
+    """Return what the model would hand to the drafter after a token: it depends on all tokens up to this one."""
     return np.asarray(np.tanh(before @ MIXER + EMBEDDING[token]))
 
 
@@ -92,7 +92,7 @@ class Eagle(Drafter):
         self._leases: dict[History, Lease] = {}
 
     def propose(self, history: History, limit: int) -> tuple[list[int], list[int]]:
-        """What its one layer of attention says after the pairs of a history."""
+        """Return what its one layer of attention gives after the pairs of a history."""
         key, tokens = Key.of_pairs(history[:], history.namespace), history[:].tolist()
         lease = self._leases.get(history)
         if lease is None:

@@ -1,4 +1,4 @@
-"""What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
+"""Drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
 
 import random
 from collections.abc import Sequence
@@ -386,7 +386,8 @@ class Boasting(Drafter):
 def test_what_pays_is_computed_where_drafters_lie_and_requests_are_aborted_and_retracted(
     tiny: Engine, params: SamplingParams
 ) -> None:
-    """As `adaptive` does it: chains and trees of several drafters, few and many rows, passes without any between."""
+    """The passes are those of `adaptive`: chains and trees of several drafters, few and many rows, passes without any
+    between."""
     prompts = [[*ids(24, seed=seed), *[7, 8, 9] * 3] for seed in range(6)]
     answers = {tuple(prompt): cold(tiny, prompt, params).token_ids for prompt in prompts}
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True)

@@ -1,4 +1,4 @@
-"""What a transfer costs is learned from transfers of any size."""
+"""The cost of a transfer is learned from transfers of any size."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What is learned of how likely copies are to be wanted again, and that the directory keeps it."""
+"""The probability that copies are wanted again is learned, and the directory keeps it."""
 
 import math
 import sqlite3

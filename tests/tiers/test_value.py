@@ -1,4 +1,4 @@
-"""What copies are worth: when one is made, which goes first, and which pages are needed."""
+"""The value of copies: when one is made, which is dropped first, and which pages are needed."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -45,7 +45,7 @@ def test_cohorts_count_what_records_one_by_one_would(
 
 
 def test_more_records_than_a_short_integer_counts_may_come_at_one_request() -> None:
-    """As many as a file holds that is loaded between two requests."""
+    """Records of a file that is loaded between two requests come at one request."""
     cohorts = ExposureCounts(EDGES)
     for _ in range(40_000):
         cohorts.join(0, 5, 5)

@@ -1,4 +1,4 @@
-"""What an operation of the tree looks at does not grow with the tree: counted where compiled code does the work."""
+"""The work of an operation of the tree does not grow with the tree: counted where compiled code does the work."""
 
 from array import array
 from typing import Any

@@ -130,7 +130,7 @@ def test_the_least_recently_used_leaf_goes_first(case: TreeCase) -> None:
 
 
 def test_childless_tombstones_go_with_their_last_child(case: TreeCase) -> None:
-    """What was known of their checkpoints keeps the cuts."""
+    """The record of their checkpoints keeps the cuts."""
     case.put("ab*")
     case.put("abc*")
     case.put("abcd*")

@@ -1,4 +1,4 @@
-"""What follows a prefix in the tree: texts of a token per character, in pages of two."""
+"""The tokens after a prefix in the tree: texts of a token per character, in pages of two."""
 
 import random
 
@@ -10,7 +10,7 @@ from support.pictures import cache_with, serve
 
 
 def after(cache: HybridCache, text: str, limit: int = 99, namespace: str = "") -> str:
-    """What follows a text."""
+    """Return what follows a text."""
     found = cache.tree.following(Key.of([*map(ord, text)], namespace), limit)
     return "".join(map(chr, found))
 

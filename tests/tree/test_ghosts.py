@@ -228,7 +228,8 @@ class Life:
                 self.gone.add(prefix)
 
     def known(self, namespace: str, ids: tuple[int, ...], begin: int, limit: int) -> int:
-        """How far the prefixes after `begin` tokens were once there, one multiple of the grid after the other."""
+        """Return how far the prefixes after `begin` tokens were once there, one multiple of the grid after the
+        other."""
         end = (begin // self.grid + 1) * self.grid
         while end <= min(limit, len(ids)) and (namespace, ids[:end]) in self.gone:
             begin, end = end, end + self.grid
@@ -282,7 +283,7 @@ def test_the_turn_of_a_request_is_counted_from_the_deepest_turn_end_on_its_path(
 
 
 def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepest() -> None:
-    """Which has counted the turn ends before it; the path above is not looked at."""
+    """The deepest has counted the turn ends before it; the path above is not looked at."""
     tree = Tree(2, 2, LeastRecentlyUsed())
     key = Key.of([1, 1, 2, 2, 3, 3, 4, 4])
     tree.insert(key, 2, [0], Checkpoint(0, 2, Kind.TURN_END, turn=4))
@@ -295,7 +296,7 @@ def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepes
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks were hashed, call by call, where a block is a page of two tokens."""
+    """Return how many blocks were hashed, call by call, where a block is a page of two tokens."""
     counts: list[int] = []
 
     def counted(hashes: BlockHash, ids: bytes, start: int = 0) -> np.ndarray:
@@ -311,8 +312,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_prompt_that_was_looked_up_is_not_hashed_again_when_it_is_evicted(
     num_inserted: int, hashed: list[int]
 ) -> None:
-    """Of 40 tokens that were looked up, 8 of them cached, some, all, or more are inserted, in two steps. Without their
-    hashes they are known as well."""
+    """The prompt has 40 tokens that were looked up, 8 of them cached; some, all, or more are inserted, in two steps.
+    Without their hashes they are known as well."""
     trees = [Tree(2, 2, LeastRecentlyUsed()) for _ in range(2)]
     ids = Key.of(range(48))
     for tree in trees:

@@ -57,7 +57,7 @@ class Case(TreeCase):
 
 @dataclass
 class Entry:
-    """What the model knows of a letter."""
+    """The model's knowledge of a letter."""
 
     created: int
     last_used: int

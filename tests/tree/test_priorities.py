@@ -41,7 +41,8 @@ def serve(cache: HybridCache, token: int, namespace: str, priority: int) -> bool
 
 
 def hit_rate(cache: HybridCache, scan_priority: Callable[[], int], others_priority: int = 0) -> float:
-    """Of a client that asks the same 20 prompts over and over, while another sends two unique ones for each of its."""
+    """Return the hit rate of a client that asks the same 20 prompts over and over, while another sends two unique ones
+    for each of its."""
     fresh, random, hits = count(100), Random(0), []
     for number in range(1200):
         hits.append(serve(cache, 1 + random.randrange(20), "regular", others_priority))

@@ -34,7 +34,7 @@ class Held:
 
 @dataclass
 class Model:
-    """Which prefixes have a page at their end, and which a checkpoint."""
+    """The prefixes that have a page at their end, and those that have a checkpoint."""
 
     page_size: int
     grid: int
@@ -59,7 +59,8 @@ class Model:
         return hit if hit > self.usable_hit(prefix) else None
 
     def known(self, prefix: Prefix, page_hit: int) -> int:
-        """How far beyond its pages a prefix was once known: as long as each multiple of the grid has been evicted."""
+        """Return how far beyond its pages a prefix was once known: as long as each multiple of the grid has been
+        evicted."""
         known = page_hit
         for end in range(page_hit // self.grid * self.grid + self.grid, len(prefix[1]) + 1, self.grid):
             if (prefix[0], prefix[1][:end]) not in self.evicted:
