@@ -90,3 +90,7 @@ class AuditError(HybridError):
 
 class VersionError(HybridError):
     """An installed package is not as this one relies on it to be. Nothing of what it computed was cached."""
+
+
+REFUSALS = (ArgumentError, RequestError)
+"""Raised before anything is changed: after them the cache needs no audit."""

@@ -1,27 +1,22 @@
-"""Signal handlers wait until the bookkeeping is whole, and it begins where there is stack for it.
+"""Signal handlers wait until the bookkeeping is whole.
 
 Python runs the handlers of signals in the main thread, between any two bytecodes. A handler that raises (Ctrl-C, a time
-limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred_interrupts` handlers are not
-run but remembered, and run at its end. A `RecursionError` would do the same, and come again where the failure is
-undone: so there must be room on the stack before a piece of bookkeeping begins (`check_stack`).
+limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred` handlers are not run but
+remembered, and run at its end, or in a pause of it: while the model computes.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
+import warnings
 from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us, and this 0.05
 from _signal import signal as set_handler  # signal.signal makes enums of both handlers
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
-
-from hybrid.errors import RequestError
-
-STACK = 150
-"""Calls within calls that a step may need, or another piece of bookkeeping: over twice what was seen."""
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -31,7 +26,7 @@ _SIGNALS = tuple(sorted(int(number) for number in signal.valid_signals() - {sign
 class _Waiting:
     """In place of a handler: remembers its signal while the section is closed, and calls the handler otherwise."""
 
-    def __init__(self, handler: Handler, section: DeferredInterrupts) -> None:
+    def __init__(self, handler: Handler, section: Section) -> None:
         self.handler = handler
         self._section = section
 
@@ -39,11 +34,11 @@ class _Waiting:
         self._section.arrived(self.handler, number, frame)
 
 
-class DeferredInterrupts:
-    """A section of code in which signal handlers wait; see `deferred_interrupts`.
+class Section:
+    """A section of code in which signal handlers wait; see `deferred`.
 
     Attributes:
-        was_interrupted: a handler raised while the section was opened.
+        was_interrupted: a handler raised in a pause.
     """
 
     def __init__(self) -> None:
@@ -62,10 +57,10 @@ class DeferredInterrupts:
         """From now on handlers wait."""
         self._is_open = False
 
-    def opened(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Let handlers run, those that have waited first. A handler that raises closes the section again, so that
         the code that catches its exception is not interrupted."""
-        return _Opened(self)
+        return _Pause(self)
 
     def open(self) -> None:
         """From now on handlers run, those that have waited first. While one of them runs the others wait, and if it
@@ -115,10 +110,10 @@ class DeferredInterrupts:
                 self._finish_handlers()
 
 
-class _Opened(AbstractContextManager[None]):
+class _Pause(AbstractContextManager[None]):
     """Within it handlers run."""
 
-    def __init__(self, section: DeferredInterrupts) -> None:
+    def __init__(self, section: Section) -> None:
         self._section = section
 
     def __enter__(self) -> None:
@@ -128,24 +123,24 @@ class _Opened(AbstractContextManager[None]):
         self._section.close()
 
 
-_current: list[DeferredInterrupts] = []
+_current: list[Section] = []
 """The section that the main thread is in; signal handlers belong to the process, and so does this."""
 
 
 @contextmanager
-def deferred_interrupts() -> Iterator[DeferredInterrupts]:
-    """Run a piece of bookkeeping whole: the handlers of signals that arrive meanwhile run after it.
+def deferred() -> Iterator[Section]:
+    """Run a piece of bookkeeping whole: the handlers of signals that arrive meanwhile run after it, all of them.
 
-    Every handler written in Python waits. In other threads than the main one there is nothing to defer: handlers never
-    run there. A section within another one changes nothing.
+    Every handler written in Python waits. Within another one, and in other threads than the main one, where handlers
+    never run, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield DeferredInterrupts()
+        yield Section()
         return
     if _current:
         yield _current[0]
         return
-    section = DeferredInterrupts()
+    section = Section()
     try:
         section.replace_handlers()
         section.close()
@@ -156,14 +151,28 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
         section.restore_handlers()
 
 
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Run a piece of bookkeeping whole: handlers of signals that arrive meanwhile run after it, all of them.
+class DeferredInterrupts:
+    """What `deferred_interrupts` gave; it does nothing."""
 
-    Within another one, and in other threads than the main one, where handlers never run, it does nothing.
-    """
-    with deferred_interrupts():
-        yield
+    was_interrupted: bool = False
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        warn_once()
+        return nullcontext()
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[DeferredInterrupts]:
+    """Do nothing: `HybridCache.bookkeeping()` has handlers wait where that is needed."""
+    warn_once()
+    yield DeferredInterrupts()
+
+
+@cache
+def warn_once() -> None:
+    """Warn, in the first call, that these contexts do nothing any more."""
+    warnings.warn("deferred_interrupts() does nothing: use HybridCache.bookkeeping()", DeprecationWarning, stacklevel=4)
 
 
 def is_for_the_process(error: BaseException) -> bool:
@@ -171,25 +180,3 @@ def is_for_the_process(error: BaseException) -> bool:
     of the user's that calls `sys.exit`. Only the main thread can end the process: elsewhere it is a failure like any
     other."""
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
-
-
-def has_stack() -> bool:
-    """Tell whether there is room on Python's stack for a piece of bookkeeping."""
-    try:
-        sys._getframe(max(0, sys.getrecursionlimit() - STACK))
-    except ValueError:  # the stack is not as deep
-        return True
-    return False
-
-
-def check_stack() -> None:
-    """Check that there is room on Python's stack for a piece of bookkeeping that is about to begin.
-
-    Raises:
-        RequestError: there is not. Nothing was changed.
-    """
-    if not has_stack():
-        raise RequestError(
-            f"this call is too deep in a recursion: up to {STACK} calls more must be possible. Call it from less "
-            f"deep, or raise sys.setrecursionlimit, which is {sys.getrecursionlimit()}"
-        )

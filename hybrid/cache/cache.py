@@ -45,7 +45,7 @@ from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
 from hybrid.checks import MAX_INT, count, integer, shown
-from hybrid.errors import ArgumentError, OwnershipError, RequestError
+from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.interrupts import deferred
 from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
@@ -743,7 +743,7 @@ class HybridCache:
             self._is_bookkeeping = True
             try:
                 yield
-            except (ArgumentError, RequestError):  # nothing was changed
+            except REFUSALS:  # nothing was changed
                 raise
             except BaseException as error:
                 self.reset_if_inconsistent(error)

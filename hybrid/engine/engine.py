@@ -40,7 +40,6 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
-from hybrid.interrupts import check_stack
 from hybrid.key import Key
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
@@ -500,7 +499,6 @@ class Engine:
         """
         self._check_owner()
         if not self._is_closed:
-            check_stack()
             self._is_closed = True
             self._steps.close()
 
@@ -542,7 +540,7 @@ class Engine:
         """
         self._claim()
         key = self._request_builder.key(prompt, namespace, adapter)
-        with self._steps.whole():
+        with self._steps.bookkeeping():
             pin = self.cache.pin(key, ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
@@ -550,7 +548,7 @@ class Engine:
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin. One that was released before stays so. What is not a `Pin` is an `ArgumentError`."""
-        with self._steps.whole():
+        with self._steps.bookkeeping():
             self.cache.unpin(pin)
 
     # Files
@@ -612,5 +610,5 @@ class Engine:
         """
         self._claim()
         archive, model = read_archive(source, store), self._files.fingerprint()
-        with self._steps.whole():
+        with self._steps.bookkeeping():
             return self.cache.load(archive, model=model)

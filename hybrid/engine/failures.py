@@ -8,11 +8,16 @@ the culprit.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Set
+from contextlib import AbstractContextManager, suppress
 
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.lease import Lease
 from hybrid.engine.request import Request, Status
+from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
-from hybrid.interrupts import DeferredInterrupts, is_for_the_process
+from hybrid.errors import REFUSALS, OwnershipError
+from hybrid.interrupts import Section, is_for_the_process
 
 
 class FailureBisector:
@@ -74,14 +79,14 @@ class StepGuard:
         failures: requests that failed by themselves, with the exceptions.
     """
 
-    def __init__(self, interrupts: DeferredInterrupts) -> None:
+    def __init__(self, interrupts: Section) -> None:
         self.steps: list[Step] = []
         self.failures: list[tuple[Request, BaseException]] = []
         self._interrupts = interrupts
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Let signal handlers run: what they raise undoes the step."""
-        return self._interrupts.opened()
+        return self._interrupts.paused()
 
     @property
     def was_interrupted(self) -> bool:
@@ -106,3 +111,58 @@ class StepGuard:
         for _, error in self.failures:
             if is_for_the_process(error):
                 raise error
+
+
+class Recovery:
+    """Keeps the cache and the requests of an engine consistent, whatever was raised in between.
+
+    Args:
+        cache: what requests share.
+        scheduler: the requests that wait and run.
+        requests: those of the engine, by id; without replays.
+    """
+
+    def __init__(self, cache: HybridCache, scheduler: Scheduler, requests: Mapping[str, Request]) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._requests = requests
+        self._pending: BaseException | None = None  # its recovery has not ended: another exception came
+
+    def complete(self) -> bool:
+        """End a recovery that another exception broke off. Returns whether the cache was emptied."""
+        return self._pending is not None and self.reset_if_inconsistent(self._pending)
+
+    def reset_if_inconsistent(self, error: BaseException) -> bool:
+        """Close leases that nobody has, empty the cache where its audit fails, and have all requests start again where
+        it was emptied. Returns whether it was: now, or by the call that raised.
+
+        Args:
+            error: the exception that left bookkeeping. After one that refuses something nothing was changed.
+        """
+        if isinstance(error, REFUSALS):
+            return False
+        self._pending = error
+        requests = [answer for request in self._requests.values() for answer in request.answers]
+        held = {request.lease for request in (*self._scheduler.running, *requests)} - {None}
+        was_emptied = False
+        with suppress(OwnershipError):
+            self._cache.check_owner()
+            was_emptied = not self._close_all_but(held) or self._cache.reset_if_inconsistent(error)
+            if not was_emptied and not held <= {*self._cache.leases}:  # the call that raised has emptied it
+                was_emptied = True
+                self._close_all_but(set())
+            if was_emptied:
+                self._scheduler.start_again(requests)
+        self._pending = None
+        return was_emptied
+
+    def _close_all_but(self, held: Set[Lease | None]) -> bool:
+        """Close the leases that nobody has: the exception came before their owners got them, or while they were
+        closed. Returns whether that could be done; otherwise the cache is emptied."""
+        try:
+            for lease in [lease for lease in self._cache.leases if lease not in held]:
+                self._cache.close(lease)
+        except Exception:
+            self._cache.reset()
+            return False
+        return True

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Set
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
-from hybrid.cache.mending import is_unexpected
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
-from hybrid.errors import MemoryBudgetError
+from hybrid.errors import REFUSALS, MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
 
@@ -235,7 +234,7 @@ class Scheduler:
             expected: requests whose next token is chosen by a pass under way.
 
         Raises:
-            BrokenOffError: an unexpected exception came out of the cache.
+            BrokenOffError: an exception came that refuses nothing: what is changed may be half changed.
         """
         self._expected = expected
         if self.cache.restores is not None:
@@ -369,7 +368,7 @@ class Scheduler:
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._failures.append((request, error))
-        if is_unexpected(error):
+        if not isinstance(error, REFUSALS):
             raise BrokenOffError from error
         self.discard(request)
 

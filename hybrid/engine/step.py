@@ -82,7 +82,7 @@ class Branches:
 
 
 class BrokenOffError(Exception):
-    """Scheduling has ended: an exception, its cause, came out of the bookkeeping, and others would follow from it."""
+    """Scheduling has ended: an exception, its cause, broke it off, and others would follow from it."""
 
 
 @dataclass(slots=True)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.mending import is_unexpected, mend
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.failures import FailureBisector, StepGuard
+from hybrid.engine.failures import FailureBisector, Recovery, StepGuard
 from hybrid.engine.model_runner import ClosedRunner, Pending, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.results import Result
@@ -30,7 +29,7 @@ from hybrid.errors import (
     RequestError,
     SamplingError,
 )
-from hybrid.interrupts import check_stack, deferred_interrupts, has_stack, is_for_the_process
+from hybrid.interrupts import deferred, is_for_the_process
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -112,6 +111,7 @@ class StepLoop:
         self._next: Launched | None = None
         self._latest_results = 0.0
         self._bisector = FailureBisector()
+        self._recovery = Recovery(cache, scheduler, self.requests)
         self._is_stepping = False
         self._aborted: deque[Request] = deque()
         self._is_closing = False
@@ -147,11 +147,10 @@ class StepLoop:
             QueueFullError: more than may wait.
             ClosedError: a signal handler has closed the engine meanwhile.
         """
-        check_stack()
         limit, waiting = self._config.max_waiting, self._scheduler.waiting.num_requests
         if limit is not None and waiting + len(requests) > limit:
             raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
-        with deferred_interrupts():
+        with deferred():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")
             try:
@@ -162,7 +161,7 @@ class StepLoop:
                 for request in requests:
                     self.requests.pop(request.request_id, None)
                     self._discard(request)
-                self._mend(error)
+                self._reset_if_inconsistent(error)
                 raise
 
     @contextmanager
@@ -172,7 +171,7 @@ class StepLoop:
         try:
             yield
         finally:
-            with deferred_interrupts():
+            with deferred():
                 for request in requests:
                     if request.request_id in self.requests:
                         try:
@@ -187,12 +186,11 @@ class StepLoop:
         Raises:
             RequestError: there is no such request, or it has ended.
         """
-        with deferred_interrupts():
+        with deferred():
             request = self.requests.pop(request_id, None)
             if request is None:
                 raise RequestError(f"no request {request_id!r} is waiting or running")
-            # called by a signal handler, or when a stream is collected; or deep in a recursion: the next step does it
-            if self._is_stepping or not has_stack():
+            if self._is_stepping:  # called by a signal handler, or when a stream is collected
                 self._aborted.append(request)
             else:
                 self._end_aborted(request)
@@ -204,7 +202,7 @@ class StepLoop:
     def close(self) -> None:
         """Abort all requests, forget replays and the model, and free the memory of the cache: now, or at the end of the
         step that is under way."""
-        with deferred_interrupts():
+        with deferred():
             self._is_closing = self._is_stepping  # called by a signal handler, or a function that belongs to a request
             if self._is_closing:
                 return
@@ -269,7 +267,7 @@ class StepLoop:
                     self._deliver(part, results[id(part)])
                 except BaseException as error:
                     guard.failed(part.request, error)
-                    self._mend(error)
+                    self._reset_if_inconsistent(error)
             self._was_emptied = False
             self.meter.stepped()
             if drafting is not None:
@@ -292,7 +290,7 @@ class StepLoop:
         try:
             step = self._scheduler.schedule(self._bisector.group, expected)
         except BrokenOffError as broken:
-            if broken.__cause__ is None or not self._mend(broken.__cause__):
+            if broken.__cause__ is None or not self._reset_if_inconsistent(broken.__cause__):
                 self._scheduler.retract_all()
             return None
         if not step.parts:
@@ -392,9 +390,10 @@ class StepLoop:
         """
         if self._is_stepping:
             raise RequestError("a step is under way: a signal handler cannot start another one")
-        check_stack()
-        with deferred_interrupts() as interrupts:
-            guard = StepGuard(interrupts)
+        with deferred() as section:
+            guard = StepGuard(section)
+            if self._recovery.complete():
+                self._next = None
             self._is_stepping = True
             self.is_retrying = False
             try:
@@ -416,7 +415,7 @@ class StepLoop:
 
     def _undo(self, guard: StepGuard, error: BaseException) -> bool:
         """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
-        was_emptied, self._was_emptied = self._was_emptied, self._mend(error)
+        was_emptied, self._was_emptied = self._was_emptied, self._reset_if_inconsistent(error)
         self.is_retrying = self._was_emptied and not was_emptied and not isinstance(error, AuditError)
         if not guard.steps:
             return False
@@ -425,7 +424,7 @@ class StepLoop:
             self._scheduler.roll_back(*guard.steps)
         except Exception as failure:
             log.warning("a step that failed could not be undone", exc_info=True)
-            self._mend(failure)
+            self._reset_if_inconsistent(failure)
         if not is_for_the_process(error) and not guard.was_interrupted:
             self.is_retrying = True
             culprit = self._bisector.failed(guard.steps[0].parts)
@@ -439,7 +438,7 @@ class StepLoop:
         """End a request with an error."""
         if request.error is not None:
             return
-        self._mend(error)
+        self._reset_if_inconsistent(error)
         request.finish_reason = "error"
         request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
         log.warning("%s ends with an error: %s", request.request_id, request.error)
@@ -456,29 +455,24 @@ class StepLoop:
             self._scheduler.discard(request)
         except Exception as error:
             log.exception("the memory of %s could not be given back", request.request_id)
-            self._mend(error)
+            self._reset_if_inconsistent(error)
 
-    def _mend(self, error: BaseException) -> bool:
+    def _reset_if_inconsistent(self, error: BaseException) -> bool:
         """Where an exception has left the cache inconsistent, empty it, and have all requests start again. Returns
         whether that was so."""
-        if not is_unexpected(error):
-            return False
-        requests = [answer for request in self.requests.values() for answer in request.answers]
-        if not mend(self._cache, error, {request.lease for request in (*self._scheduler.running, *requests)}):
-            return False
-        self._next = None
-        self._scheduler.start_again(requests)
-        return True
+        was_emptied = self._recovery.reset_if_inconsistent(error)
+        if was_emptied:
+            self._next = None
+        return was_emptied
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def bookkeeping(self) -> Iterator[None]:
         """Around what changes the cache between steps: signal handlers wait, and an exception leaves it consistent."""
-        check_stack()
-        with deferred_interrupts():
+        with deferred():
             try:
                 yield
             except Exception as error:
-                self._mend(error)
+                self._reset_if_inconsistent(error)
                 raise
 
     def _end_aborted(self, request: Request) -> None:

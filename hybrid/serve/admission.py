@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import RequestError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import deferred
 from hybrid.prompts.encode import Prompt
 
 
@@ -46,7 +46,7 @@ class LoopCall:
         if not self._is_due:
             return
         try:
-            with deferred_interrupts():  # an event loop drops what a handler raises in a callback
+            with deferred():  # an event loop drops what a handler raises in a callback
                 self._function()
                 self._is_due = False
         finally:

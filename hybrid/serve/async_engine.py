@@ -20,7 +20,7 @@ from hybrid.engine.request_builder import params_of_each
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import deferred
 from hybrid.key import check_namespace
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.serve.admission import Inbox, PendingPrompt
@@ -94,7 +94,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def abort(self) -> None:
         """Abort the request as `aclose` does, for callers that cannot wait."""
-        with deferred_interrupts():
+        with deferred():
             if not self._has_ended and self._inbox is not None:
                 self._thread.forget(self._inbox)
                 self._inbox.close()

@@ -3,17 +3,17 @@ whole wherever they come."""
 
 import random
 import signal
-import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from hybrid import ClosedError, Engine, OwnershipError, RequestError, RequestOutput, interrupts
-from hybrid.interrupts import deferred_interrupts
+from hybrid import ClosedError, Engine, OwnershipError, RequestOutput, interrupts
+from hybrid.interrupts import deferred, deferred_interrupts
 from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.threads import in_a_thread
 
@@ -81,30 +81,30 @@ def raising(number: int, frame: FrameType | None) -> None:
 
 
 def within_a_section(number: int, done: list[str]) -> None:
-    with deferred_interrupts():
+    with deferred():
         signal.raise_signal(number)
         done.append("section")
 
 
-def before_it_opens(number: int, done: list[str]) -> None:
-    with deferred_interrupts() as section:
+def before_a_pause(number: int, done: list[str]) -> None:
+    with deferred() as section:
         signal.raise_signal(number)
         done.append("closed")
-        with section.opened():
-            done.append("opened")
+        with section.paused():
+            done.append("paused")
 
 
-def twice_while_open(number: int, done: list[str]) -> None:
-    with deferred_interrupts() as section, section.opened():
+def twice_in_a_pause(number: int, done: list[str]) -> None:
+    with deferred() as section, section.paused():
         try:
             signal.raise_signal(number)
         finally:
-            signal.raise_signal(number)  # waits: the first one has closed the section
+            signal.raise_signal(number)  # waits: the first one has ended the pause
             done.append("recovery")
 
 
 def two_in_a_section(number: int, done: list[str]) -> None:
-    with handler(signal.SIGUSR2, lambda *_: done.append("the other")), deferred_interrupts():
+    with handler(signal.SIGUSR2, lambda *_: done.append("the other")), deferred():
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGUSR2)
 
@@ -114,12 +114,12 @@ def two_in_a_section(number: int, done: list[str]) -> None:
     ("work", "happened"),
     [
         (within_a_section, ["section"]),
-        (before_it_opens, ["closed"]),
-        (twice_while_open, ["recovery"]),
+        (before_a_pause, ["closed"]),
+        (twice_in_a_pause, ["recovery"]),
         (two_in_a_section, ["the other"]),
     ],
 )
-def test_handlers_wait_while_a_section_is_closed_and_all_of_them_run(
+def test_handlers_wait_in_a_section_but_not_in_its_pauses_and_all_of_them_run(
     number: int, work: Callable[[int, list[str]], None], happened: list[str]
 ) -> None:
     done: list[str] = []
@@ -141,15 +141,83 @@ def test_handlers_are_put_back_although_each_is_called_then_and_raises(monkeypat
 
     with handler(numbers[0], raising), handler(numbers[1], raising), handler(numbers[2], raising):
         monkeypatch.setattr(interrupts, "set_handler", ringing)
-        with pytest.raises(TimeLimitError), deferred_interrupts():
+        with pytest.raises(TimeLimitError), deferred():
             pass
         assert [signal.getsignal(number) for number in numbers] == [raising] * 3
 
 
 def test_a_signal_that_is_handled_in_c_stays_so() -> None:
-    with handler(signal.SIGUSR1, signal.SIG_IGN), deferred_interrupts():
+    with handler(signal.SIGUSR1, signal.SIG_IGN), deferred():
         signal.raise_signal(signal.SIGUSR1)
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_the_former_contexts_do_nothing_andwarn_once() -> None:
+    interrupts.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with deferred_interrupts() as section, section.opened():
+                assert not section.was_interrupted
+    assert [(each.category, each.filename) for each in caught] == [(DeprecationWarning, __file__)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("where", ["schedule", "advance", "commit", "finish", "discard"])
+def test_a_handler_that_raises_in_the_bookkeeping_of_a_step_runs_after_it(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, where: str, overlap: bool
+) -> None:
+    """It comes in the pass that follows, or at the end of the step; no answer is lost."""
+    engine = engine_on(tiny, overlap=overlap)
+    names = {engine.add_request(ids(30 + n, seed=n), greedy(6)): ids(30 + n, seed=n) for n in range(3)}
+    work, order = getattr(engine.scheduler, where), list[str]()
+
+    def ringing(*arguments: Any) -> Any:
+        if len(order) >= 4:
+            return work(*arguments)
+        signal.raise_signal(signal.SIGALRM)
+        returned = work(*arguments)
+        order.append("bookkeeping")
+        return returned
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        order.append("handler")
+        raise TimeLimitError
+
+    monkeypatch.setattr(engine.scheduler, where, ringing)
+    outputs: dict[str, RequestOutput] = {}
+    with handler(signal.SIGALRM, handle):
+        while engine.has_work:
+            with suppress(TimeLimitError):
+                outputs.update({output.request_id: output for output in engine.step()})
+            engine.cache.audit()
+    assert order[0] == "bookkeeping"
+    assert "handler" in order
+    assert set(outputs) == set(names)
+    for name, prompt in names.items():
+        assert outputs[name].token_ids == cold(tiny, prompt, greedy(6)).token_ids
+    assert_nothing_held(engine)
+    assert engine.cache.stats().resets == 0
+
+
+def test_ctrl_c_ends_a_long_pass(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tiny)
+    launch = engine.runner.launch
+
+    def slow(plan: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(30)
+        return launch(plan)
+
+    with handler(signal.SIGALRM, signal.default_int_handler):
+        monkeypatch.setattr(engine.runner, "launch", slow)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([ids(40)], greedy(4), progress=False)
+        monkeypatch.undo()
+    assert time.monotonic() - began < 20
+    assert_nothing_held(engine)
+    assert answer(engine, ids(40), greedy(4)).token_ids == cold(tiny, ids(40), greedy(4)).token_ids
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -318,61 +386,3 @@ def test_an_engine_that_a_handler_closes_while_a_request_comes_takes_no_request(
     with pytest.raises(ClosedError):
         engine.add_request(ids(40), greedy(4))
     assert not engine.has_work
-
-
-# The stack
-
-
-@contextmanager
-def stack_for(calls: int) -> Iterator[None]:
-    """Calls within calls, from here on."""
-    depth, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(depth + calls)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_call_from_deep_in_a_recursion_is_refused_and_nothing_changed(tiny: Engine, deterministic: bool) -> None:
-    """A `RecursionError` in the bookkeeping would leave pages with two owners, or none."""
-    engine = engine_on(tiny, deterministic=deterministic, pages=40, states=8)
-    prompts = [ids(30 + 17 * n, seed=n) for n in range(4)]
-    names = {engine.add_request(prompt, greedy(12)): prompt for prompt in prompts}
-    outputs: dict[str, RequestOutput] = {}
-    refused, calls = 0, 8
-    while engine.has_work:
-        try:
-            with stack_for(calls):
-                moved = engine.step()
-        except (RequestError, RecursionError):
-            refused, moved = refused + 1, []
-        engine.cache.audit()
-        outputs.update({output.request_id: output for output in moved})
-        calls = calls + 13 if calls < 300 else 8
-    assert refused > 5
-    assert set(outputs) == set(names)
-    for name, prompt in names.items():
-        assert outputs[name].finish_reason == "length"
-        if deterministic:
-            assert outputs[name].token_ids == cold(tiny, prompt, greedy(12)).token_ids
-    assert_nothing_held(engine)
-
-
-def test_a_stream_that_is_closed_deep_in_a_recursion_is_aborted_by_the_next_step(tiny: Engine) -> None:
-    engine = engine_on(tiny)
-    streamed = engine.stream("def", greedy(40))
-    next(streamed)
-    with stack_for(60):
-        streamed.close()
-        with pytest.raises(RequestError, match="too deep"):
-            engine.close()
-    engine.add_request(ids(20), greedy(2))
-    run_to_end(engine)
-    assert_nothing_held(engine)
-    engine.close()
-    assert engine.cache.memory.tensors is None

@@ -105,6 +105,20 @@ def test_an_exception_between_steps_leaves_the_cache_consistent(tiny: Engine, mo
     assert_one_failed_at_most(tiny, engine, [running], steps(engine))
 
 
+def test_where_a_recovery_is_broken_off_the_next_step_ends_it(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tiny, pages=40, states=10)
+    names = [engine.add_request(prompt, greedy(9)) for prompt in PROMPTS]
+    engine.step()
+    engine.cache.memory.pages.allocate(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "close", after(engine.cache.close, 1))
+        patch.setattr(engine.cache, "reset", after(engine.cache.reset, 1))
+        patch.setattr(engine.runner, "launch", lambda plan: [][1])
+        with pytest.raises(PlantedError):
+            engine.step()
+    assert_one_failed_at_most(tiny, engine, names, steps(engine))
+
+
 def test_what_is_refused_empties_nothing(tiny: Engine) -> None:
     engine = engine_on(tiny, pages=16, states=10)
     answer(engine, ids(200), greedy(4))
