@@ -93,4 +93,4 @@ class VersionError(HybridError):
 
 
 REFUSALS = (ArgumentError, RequestError)
-"""Raised before anything is changed: after them the cache needs no audit."""
+"""Exceptions that come before anything is changed: after them the cache needs no audit."""

@@ -152,7 +152,7 @@ def deferred() -> Iterator[Section]:
 
 
 class DeferredInterrupts:
-    """What `deferred_interrupts` gave; it does nothing."""
+    """A section of the former kind, which does nothing."""
 
     was_interrupted: bool = False
 

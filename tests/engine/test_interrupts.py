@@ -167,7 +167,7 @@ def test_the_former_contexts_do_nothing_andwarn_once() -> None:
 def test_a_handler_that_raises_in_the_bookkeeping_of_a_step_runs_after_it(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, where: str, overlap: bool
 ) -> None:
-    """It comes in the pass that follows, or at the end of the step; no answer is lost."""
+    """Handlers run in the pass that follows, or at the end of the step; no answer is lost."""
     engine = engine_on(tiny, overlap=overlap)
     names = {engine.add_request(ids(30 + n, seed=n), greedy(6)): ids(30 + n, seed=n) for n in range(3)}
     work, order = getattr(engine.scheduler, where), list[str]()
