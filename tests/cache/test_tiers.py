@@ -200,7 +200,7 @@ def test_an_eviction_that_fails_at_any_line_of_copying_leaves_the_tier_whole(hos
         line += 1
         cache = cache_on(host=host)
         keys = [compute(cache, text) for text in ("ab", "abcd", "xyz")]
-        planted = Planted(line, "tiers/host.py", "tiers/value.py", "cache/names.py")
+        planted = Planted(line, "tiers/host.py", "tiers/value.py", "cache/names.py", spares_locks=True)
         with planted.traced():
             cache.allocator.evict(cache.tree.evict_all)
         cache.audit()
