@@ -184,11 +184,15 @@ class Offloader:
     # What is offered
 
     def _offer(self, unit: EvictedUnit) -> bool:
-        """Offer what leaves the device to the tiers, until one has it."""
-        kept = any(tier.offer(self._for(tier, unit)) for tier in self._tiers)
-        if self._host is not None and self._disk is not None:
-            self._pass_on(self._host, self._disk)
-        return kept
+        """Offer what leaves the device to the tiers, until one has it. What host memory drops for it goes to the disk
+        before the unit itself does: the disk takes pages of checkpoints that it has."""
+        for tier in self._tiers:
+            kept = tier.offer(self._for(tier, unit))
+            if tier is self._host and self._disk is not None:
+                self._pass_on(self._host, self._disk)
+            if kept:
+                return True
+        return False
 
     def _for(self, tier: Tier, unit: EvictedUnit) -> Offer:
         is_certain = self._is_ending or unit.is_asked
