@@ -49,7 +49,7 @@ NOTHING: Chain = ((), (), ())
 """No draft."""
 
 
-class Continuation:
+class FollowedTokens:
     """Tokens that a history may follow from position `start` on, and are before `at` of them.
 
     Attributes:
@@ -122,7 +122,7 @@ class ContinuationDrafter(Drafter):
         self._tree = tree
         self._learned = AcceptanceByDepth(CONTINUED)
         self._own: dict[History, AcceptanceByDepth] = {}
-        self._sources: dict[History, Continuation] = {}
+        self._sources: dict[History, FollowedTokens] = {}
         self._next_look: dict[History, int] = {}
 
     @property
@@ -159,7 +159,7 @@ class ContinuationDrafter(Drafter):
         before = self._sources.get(history)
         learned = self._own.setdefault(history, self._learned.of_request())
         right = before.right if before is not None and not before.is_left else 0
-        source = self._sources[history] = Continuation(ids, 0, len(history), right, learned)
+        source = self._sources[history] = FollowedTokens(ids, 0, len(history), right, learned)
         return source.draft(limit)
 
     def end(self, history: History) -> None:
@@ -188,7 +188,7 @@ class _Reading:
     def __init__(self, piece: Piece, learned: AcceptanceByDepth) -> None:
         self.piece: Piece = piece
         self.learned: AcceptanceByDepth = learned
-        self.source: Continuation | None = None
+        self.source: FollowedTokens | None = None
         self._latest: dict[tuple[int, int], int] = {}  # the place after each pair of tokens that is not indexed yet
         self._read = 1  # pairs up to here are known
 
@@ -256,7 +256,7 @@ class GramDrafter(Drafter):
         found = self._look(ids, history.namespace, reading)
         if found is None:
             return NOTHING
-        reading.source = Continuation(found[0], found[1], end, found[2], reading.learned)
+        reading.source = FollowedTokens(found[0], found[1], end, found[2], reading.learned)
         return reading.source.draft(limit)
 
     def _look(self, ids: array[int], namespace: str, reading: _Reading) -> tuple[array[int], int, int] | None:
@@ -347,7 +347,7 @@ def _cycle(period: array[int]) -> array[int]:
     return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
 
-def _again(source: Continuation, last: array[int]) -> tuple[array[int], int] | None:
+def _again(source: FollowedTokens, last: array[int]) -> tuple[array[int], int] | None:
     """Return where a source that was left continues: after the next place that has the last two tokens."""
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)
