@@ -7,7 +7,8 @@ makes an environment in this checkout (`.venv-newest`, `.venv-lowest`) with the 
 pyproject.toml says, or with the lowest that it allows, and runs in it the tests that depend on other packages, and
 `hybrid parity`. Neither environment has the packages for GPUs: no flash-linear-attention, no Triton, no causal-conv1d.
 Both have the torch that `make setup` takes where there is no GPU, as other versions have no build for CPUs on the
-package index. The newest are looked up each time. `--part` runs a part of the tests, three minutes of two cores.
+package index. The newest are looked up each time. `--part` runs a part of the tests, without
+parity, and gives up where a command that makes the environment takes two minutes.
 
 Exit status: 0, 1 where something fails, 2 where the environment could not be made: the package index cannot be reached,
 say.
@@ -91,15 +92,15 @@ def make(folder: Path, wanted: list[str], seconds: float | None) -> None:
             raise NotMadeError(str(error)) from error
 
 
-def run(folder: Path, tests: tuple[str, ...]) -> list[str]:
-    """Run tests and parity in an environment; returns which of them failed."""
+def run(folder: Path, is_part: bool) -> list[str]:
+    """Run tests, and parity unless it is a part, in an environment; returns which of them failed."""
     python = str(folder / "bin" / "python")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     workers = str(min(4, os.cpu_count() or 1))
-    commands = {
-        "tests": [python, "-m", "pytest", "-q", "--tb", "short", "-n", workers, "--dist", "loadfile", *tests],
-        "parity": [str(folder / "bin" / "hybrid"), "parity"],
-    }
+    tests = PART if is_part else TESTS
+    commands = {"tests": [python, "-m", "pytest", "-q", "--tb", "short", "-n", workers, "--dist", "loadfile", *tests]}
+    if not is_part:
+        commands["parity"] = [str(folder / "bin" / "hybrid"), "parity"]
     return [
         name
         for name, command in commands.items()
@@ -123,7 +124,7 @@ def main() -> int:
     else:
         wanted = [lowest(each) for each in requirements()]
     try:
-        make(folder, wanted, 300 if args.part else None)
+        make(folder, wanted, 120 if args.part else None)
     except NotMadeError as error:
         banner(f"the {args.versions} versions were NOT tried: their environment could not be made", f"{error!s:.300}")
         return 2
@@ -136,7 +137,7 @@ def main() -> int:
     names = {name.lower() for name in SHOWN}
     versions = [line for line in listed.stdout.splitlines() if line.partition("==")[0].lower() in names]
     print(f"{args.versions}: {' '.join(versions)}", flush=True)
-    failed = run(folder, PART if args.part else TESTS)
+    failed = run(folder, args.part)
     if failed:
         banner(
             f"{' and '.join(failed)} FAILED with the {args.versions} versions:",
