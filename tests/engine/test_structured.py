@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
-from hybrid.engine import structured
+from hybrid.engine import constraints as module
 from hybrid.engine.constraints import Constraints, Edits, Grammars
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
 
@@ -62,7 +62,7 @@ def test_json_of_an_older_llguidance_follows_its_form(
     tiny: Engine, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pattern of white space has no end, so another option says where white space may be."""
-    monkeypatch.setattr(structured, "version", lambda name: "1.7.0")
+    monkeypatch.setattr(module, "version", lambda name: "1.7.0")
     engine = engine_on(tiny)
     for seed in range(3):
         output = answer(engine, ids(20), params_of(form, seed=seed))
