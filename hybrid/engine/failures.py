@@ -133,7 +133,7 @@ class Recovery:
         return self._pending is not None and self.reset_if_inconsistent(self._pending)
 
     def reset_if_inconsistent(self, error: BaseException) -> bool:
-        """Close leases that nobody has, empty the cache where its audit fails, and have all requests start again where
+        """Close leases without an owner, empty the cache where its audit fails, and have all requests start again where
         it was emptied. Returns whether it was: now, or by the call that raised.
 
         Args:
