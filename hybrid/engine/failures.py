@@ -157,7 +157,7 @@ class Recovery:
         return was_emptied
 
     def _close_all_but(self, held: Set[Lease | None]) -> bool:
-        """Close the leases that nobody has: the exception came before their owners got them, or while they were
+        """Close the leases without an owner: the exception came before their owners got them, or while they were
         closed. Returns whether that could be done; otherwise the cache is emptied."""
         try:
             for lease in [lease for lease in self._cache.leases if lease not in held]:
