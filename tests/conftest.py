@@ -89,6 +89,14 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     choose_again()
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """A byte-level BPE with a chat template, a `PreTrainedTokenizerFast`."""

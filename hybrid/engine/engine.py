@@ -19,7 +19,7 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
-from hybrid.engine.adapters import Adapters, namespace_of
+from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import (
     LoadedModel,
     build_cache,
@@ -40,72 +40,12 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
-from hybrid.key import Key
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.store import Store
 from hybrid.tiers.transfer import Transfer
-
-
-class Files:
-    """The prompts of an engine as keys of its cache, and the fingerprint of its contents.
-
-    Args:
-        loaded: the model.
-        cache: what is saved, and loaded into.
-        request_builder: makes ids of prompts.
-        adapters: those that prompts may name.
-        deterministic: contents are bitwise those of cold runs.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        cache: HybridCache,
-        request_builder: RequestBuilder,
-        adapters: Adapters,
-        deterministic: bool,
-    ) -> None:
-        self._loaded = loaded
-        self._cache = cache
-        self._request_builder = request_builder
-        self._adapters = adapters
-        self._deterministic = deterministic
-        tiers = cache.tiers
-        self._fingerprint: Fingerprint | None = tiers.fingerprint if tiers is not None else None  # known for the disk
-
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the contents of the cache. The first call reads all weights, where there is no
-        directory on disk, for which they have been read."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(
-                self._cache.memory, self._cache.config, self._loaded.digest(), self._deterministic
-            )
-        return self._fingerprint
-
-    def archive(
-        self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0
-    ) -> Archive:
-        """Return an archive of what is cached of prompts; None: of all of a namespace, or of all."""
-        if prompts is not None:
-            keys = [self.key(prompt, namespace, adapter) for prompt in as_prompts(prompts)]
-            return self._cache.archive(keys, model=self.fingerprint(), after=after)
-        space = self._namespace(namespace or "", adapter) if namespace is not None or adapter is not None else None
-        return self._cache.archive(namespace=space, model=self.fingerprint(), after=after)
-
-    def explain(self, prompt: Prompt, namespace: str, adapter: str | None) -> Explanation:
-        """The hit that a prompt would have now."""
-        key, tree = self.key(prompt, namespace, adapter), self._cache.tree
-        return explain(tree, key, len(key) - 1, tree.peek(key, len(key) - 1))
-
-    def key(self, prompt: Prompt, namespace: str | None, adapter: str | None) -> Key:
-        """The key of a prompt."""
-        return self._request_builder.encode(prompt).key(self._namespace(namespace or "", adapter))
-
-    def _namespace(self, namespace: str, adapter: str | None) -> str:
-        return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
 
 
 class TextStream(Iterator[str]):
@@ -231,7 +171,7 @@ class Engine:
             cache.check_owner,
         )
         self._request_builder = RequestBuilder(loaded, cache, self.adapters, self.config.max_model_len)
-        self._files = Files(loaded, cache, self._request_builder, self.adapters, self.deterministic)
+        self._fingerprint: Fingerprint | None = cache.tiers.fingerprint if cache.tiers is not None else None
         self._outputs = Outputs()
         self._numbers = count()
         self._is_closed = False
@@ -556,7 +496,8 @@ class Engine:
     def explain(self, prompt: Prompt, *, namespace: str = "", adapter: str | None = None) -> Explanation:
         """The hit that a prompt would have now, and why it would not be longer. Changes nothing."""
         self._claim()
-        return self._files.explain(prompt, namespace, adapter)
+        key, tree = self._request_builder.key(prompt, namespace or "", adapter), self.cache.tree
+        return explain(tree, key, len(key) - 1, tree.peek(key, len(key) - 1))
 
     def save(
         self,
@@ -580,7 +521,7 @@ class Engine:
             CacheFileError: the file cannot be written.
         """
         self._claim()
-        archive = self._files.archive(prompts, namespace, adapter)
+        archive = self._archive(prompts, namespace, adapter)
         archive.write(path, store)
         return archive.transfer
 
@@ -599,7 +540,7 @@ class Engine:
                 `explain`. States are whole.
         """
         self._claim()
-        return self._files.archive(prompts, namespace, adapter, after).to_bytes()
+        return self._archive(prompts, namespace, adapter, after).to_bytes()
 
     def load(self, source: str | Path | bytes, *, store: Store | None = None) -> Transfer:
         """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
@@ -609,6 +550,26 @@ class Engine:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        archive, model = read_archive(source, store), self._files.fingerprint()
+        archive, model = read_archive(source, store), self._fingerprint_of_cache()
         with self._steps.bookkeeping():
             return self.cache.load(archive, model=model)
+
+    def _archive(
+        self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0
+    ) -> Archive:
+        """Return an archive of what is cached of prompts; None: of all of a namespace, or of all."""
+        if prompts is not None:
+            keys = [self._request_builder.key(prompt, namespace or "", adapter) for prompt in as_prompts(prompts)]
+            return self.cache.archive(keys, model=self._fingerprint_of_cache(), after=after)
+        is_all = namespace is None and adapter is None
+        space = None if is_all else self._request_builder.namespace_of(namespace or "", adapter)
+        return self.cache.archive(namespace=space, model=self._fingerprint_of_cache(), after=after)
+
+    def _fingerprint_of_cache(self) -> Fingerprint:
+        """Return the fingerprint of the contents of the cache. The first call reads all weights, where there is no
+        directory on disk, for which they have been read."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_of(
+                self.cache.memory, self.cache.config, self.loaded.digest(), self.deterministic
+            )
+        return self._fingerprint

@@ -140,9 +140,17 @@ class RequestBuilder:
             ArgumentError: the namespace is not a string, or there is no adapter of that name.
             PromptError: the prompt has an unsupported form, or is too large.
         """
-        return self.encode(prompt).key(self._namespace(namespace, adapter))
+        return self.encode(prompt).key(self.namespace_of(namespace, adapter))
 
-    def _namespace(self, namespace: str, adapter: str | None) -> str:
+    def namespace_of(self, namespace: str, adapter: str | None) -> str:
+        """The cache's namespace of a caller's, with an adapter.
+
+        Args:
+            adapter: the name of one; None: none.
+
+        Raises:
+            ArgumentError: the namespace is not a string, or there is no adapter of that name.
+        """
         return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
 
     def request(
@@ -168,7 +176,7 @@ class RequestBuilder:
                 f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
                 f"{type(params).__name__} {shown(params)}"
             )
-        namespace = self._namespace(namespace, params.adapter)
+        namespace = self.namespace_of(namespace, params.adapter)
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
         num_tokens = len(encoded.ids)

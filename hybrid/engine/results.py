@@ -34,7 +34,11 @@ from hybrid.speculation.drafts import accepted
 
 
 class Verification:
-    """The drafts of one pass.
+    """The drafts of one pass: which are accepted, and the states after those.
+
+    The pass keeps no state after a draft: the front is valid after the last known token. What the states of the
+    accepted drafts were computed from is in the pass's log, and they are computed from it once more, by the same
+    operation and so with the same bits, into the front.
 
     Args:
         parts: of the step, prompt parts first.

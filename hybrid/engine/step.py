@@ -15,7 +15,12 @@ from hybrid.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The paths of a tree of drafts.
+    """The paths of a tree of drafts, and their pages.
+
+    A tree is computed as the paths that it consists of. Attention finds the keys of a draft where it would find them
+    without any tree, in a block table of its path, and so gives the same bits. The first path is in the pages of the
+    request; each other path has pages of its own from the one on that holds the first draft, and they come last in the
+    request's block table until the pass is over. What paths have in common is computed once and copied.
 
     Attributes:
         end: position of the first draft.

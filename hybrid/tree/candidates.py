@@ -282,10 +282,6 @@ class Candidates:
         elif len(node.children) == 1:
             self.reweigh_below(node)
 
-    def value_per_byte(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_bytes: int) -> float:
-        """The rank at present of a checkpoint that is kept elsewhere, where `num_bytes` are free without it."""
-        return self._value(Facts.without_node(usage, self.now, num_tokens, tokens_saved, num_bytes))
-
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Return whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
 

@@ -480,11 +480,6 @@ class Tree:
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
         return self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
 
-    def value_per_byte(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_bytes: int) -> float:
-        """The rank at present of a checkpoint that is kept elsewhere, where `num_bytes` are free without it."""
-        self.candidates.settle(self.nodes())
-        return self.candidates.value_per_byte(usage, num_tokens, tokens_saved, num_bytes)
-
     def relabel(self, node: Node, old: Kind, new: Kind) -> None:
         """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
         if (node.slot is not None or node.lost_checkpoint) and node.usage.kind == old:

@@ -64,14 +64,6 @@ COUNT, COUNT_LATE, COPY, FAILS, STOP = (
 )
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads for the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def pass_over(x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Two products with a norm and a gate between them, and operations of torch before and after."""
     generator = torch.Generator().manual_seed(0)

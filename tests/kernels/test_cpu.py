@@ -3,7 +3,7 @@ bits depend on the row alone: not on its place, its neighbours, its address or t
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,14 +32,6 @@ EPS = 1e-6
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads for the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def inside(x: Tensor, before: int = 3, after: int = 5) -> Tensor:

@@ -81,28 +81,23 @@ def test_a_priority_weighs_against_requests_of_its_own_namespace() -> None:
     assert high > 0.95 > low + 0.2
 
 
-class ByPriority(LeastRecentlyUsed):
-    def rank(self, facts: Facts) -> float:
-        return facts.priority_weight
-
-
 @pytest.mark.parametrize(("cap", "low", "high"), [(0, -9, 0), (4, -5, 4), (20, 0, 9)])
 def test_a_checkpoint_that_is_not_stored_yet_weighs_as_those_of_its_namespace(cap: int, low: int, high: int) -> None:
-    tree = Tree(PAGE, PAGE, ByPriority(), priority_cap=cap)
+    tree = Tree(PAGE, PAGE, LeastRecentlyUsed(), priority_cap=cap)
     tree.insert(Key.of([1] * PAGE, "own"), PAGE, array("i", [0]), Checkpoint(0, PAGE, Kind.BRANCH, 9))
     for namespace, priority, steps in (("own", 0, low), ("own", 9, high), ("other", 0, 0)):
         usage = tree.new_usage(Kind.BRANCH, 0, namespace)
         if priority:
             usage.raise_priority(priority)
-        assert tree.value_per_byte(usage, 2 * PAGE, PAGE, 1) == 2.0**steps
+        assert Facts.without_node(usage, 0, 2 * PAGE).priority_weight == 2.0**steps
 
 
 def test_a_checkpoint_that_was_not_admitted_to_a_namespace_that_was_empty_counts_as_one_of_it() -> None:
-    tree = Tree(PAGE, PAGE, ByPriority())
+    tree = Tree(PAGE, PAGE, LeastRecentlyUsed())
     usage = tree.new_usage(Kind.BRANCH, 0, "own")
     usage.raise_priority(3)
     tree.insert(Key.of([1] * PAGE, "own"), PAGE, array("i", [0]), past=usage)
-    assert tree.value_per_byte(tree.new_usage(Kind.BRANCH, 0, "own"), PAGE, PAGE, 1) == 2.0**-3
+    assert Facts.without_node(tree.new_usage(Kind.BRANCH, 0, "own"), 0, PAGE).priority_weight == 2.0**-3
 
 
 @pytest.mark.parametrize("wrong", [-1, 101, 0.5, True, "3"])
