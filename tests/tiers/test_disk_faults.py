@@ -37,7 +37,8 @@ def written(path: Path) -> None:
 
 
 def segments(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    """List the files of copies, the largest first: times of two that are written at once may be equal."""
+    return sorted(path.glob("*.safetensors"), key=lambda file: -file.stat().st_size)
 
 
 # Bits
