@@ -22,12 +22,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from hybrid.mirror.visits import Expected, StateOrigin
 from hybrid.sglang.installed import PARAMETERS, refuse_missing, refuse_other_parts, refuse_uncalled
 from hybrid.sglang.options import DEFAULT, Options, policy_named, refuse_unsupported
 from hybrid.sglang.plugin import BACKEND
 from hybrid.sglang.tree_core import Evicted, HybridTreeCore
 from hybrid.sglang.values import WORDS, key_of_ids
-from hybrid.sglang.visits import Expected, StateOrigin
 from hybrid.tree.node import Kind
 
 FULL, STATE = ComponentType.FULL, ComponentType.MAMBA
@@ -238,11 +238,5 @@ class StateComponent(MambaComponent):
         key = core.visits.key(req.rid, ids)
         if key is None or len(key) < end:
             key = key_of_ids(ids, position, core.page_size, req.extra_key, req.cache_salt)
-        tree = core.tree
-        found = tree.peek(key, end)
-        usage = arrival.past or tree.new_usage(kind, arrival.turn, key.namespace)
         is_elastic = self.cache.token_to_kv_pool_allocator.mamba_full_cache_donor() is not None
-        is_admitted = found.num_tokens < end and tree.admits(
-            usage, end, found.num_tokens, found.num_page_tokens < end, is_elastic
-        )
-        return arrival if is_admitted else arrival._replace(past=usage), is_admitted
+        return core.visits.admit(key, end, arrival, is_elastic)

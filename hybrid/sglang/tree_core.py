@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
+from hybrid.mirror.visits import Visits, dfs_weight_order
 from hybrid.sglang.options import CLASSIC, Options, policy_named, refuse_unsupported
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of, prices_of
-from hybrid.sglang.visits import Visits, dfs_weight_order
 from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint, Kind, Match, Node, Released
 from hybrid.tree.pools import Pools

@@ -21,10 +21,10 @@ import torch
 
 from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
 from hybrid.key import Key
+from hybrid.mirror.visits import MAX_KEYS, MAX_VISITS, PLAIN, Expected, StateOrigin, Visits, dfs_weight_order
 from hybrid.sglang import installed, plugin
 from hybrid.sglang.options import CLASSIC, DEFAULT, NAMES, Options, policy_named, refuse_unsupported
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of_ids, namespace_of, prices_of
-from hybrid.sglang.visits import MAX_KEYS, MAX_VISITS, PLAIN, Expected, StateOrigin, Visits, dfs_weight_order
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed

@@ -1,5 +1,4 @@
-"""Requests: what is known of those that have come, and the order of those that wait. SGLang hands a tree keys and
-indices, and no requests."""
+"""Requests of another engine: what is known of those that have come, and the order of those that wait."""
 
 from __future__ import annotations
 
@@ -94,6 +93,10 @@ class Visits:
         kept = self._keys.get(rid)
         return kept[1] if kept is not None and kept[0] is ids else None
 
+    def __contains__(self, rid: str) -> bool:
+        """Whether a request has been matched."""
+        return rid in self._histories
+
     def leave(self, rid: str) -> None:
         """A request has ended."""
         self._histories.pop(rid, None)
@@ -107,6 +110,25 @@ class Visits:
         if history is None:
             return StateOrigin(kind, 0, None)
         return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes)
+
+    def admit(self, key: Key, num_tokens: int, origin: StateOrigin, tails_help: bool) -> tuple[StateOrigin, bool]:
+        """Tell whether a state is worth more than what would be evicted for it.
+
+        Args:
+            key: of its request, at least as far as the state.
+            num_tokens: position of the state.
+            tails_help: pages without a state can be evicted instead.
+
+        Returns:
+            The state, with a usage if it is not to be kept; and whether it is.
+        """
+        tree = self._tree
+        found = tree.peek(key, num_tokens)
+        usage = origin.past or tree.new_usage(origin.kind, origin.turn, key.namespace)
+        only_its_own = found.num_page_tokens < num_tokens
+        if found.num_tokens < num_tokens and tree.admits(usage, num_tokens, found.num_tokens, only_its_own, tails_help):
+            return origin, True
+        return origin._replace(past=usage), False
 
     def expect(self, coming: Expected) -> None:
         """This is the next insert."""

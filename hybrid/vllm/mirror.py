@@ -1,0 +1,402 @@
+"""A tree of this project beside vLLM's block pool: it mirrors what is cached there, and says what leaves.
+
+vLLM's lookup by hashes stays the only truth. Methods of the manager's instances are wrapped, and its pool gets another
+queue of free blocks. Whatever raises in here is caught: vLLM's own queue and methods are put back, and it goes on as if
+none of this had been there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from hybrid.key import TOKEN_BYTES, Key
+from hybrid.mirror.visits import StateOrigin, Visits
+from hybrid.tree.node import Checkpoint, Kind, Lock, Node
+from hybrid.tree.pools import Pools
+from hybrid.tree.tree import Tree
+from hybrid.units import Prices, ceil_div
+from hybrid.vllm.options import LEARNING, Options, policy_named
+from hybrid.vllm.queue import Block, FreeBlocks
+
+WORDS = 4
+"""Ids of the tree per block: vLLM's hash of a block covers all before it, and adapters, images and salts with it. 128
+bits of it stand for the block, so that a key is made without looking at a token."""
+
+HASH_BYTES = WORDS * TOKEN_BYTES
+
+logger = logging.getLogger("vllm.hybrid")  # below vLLM's own, whose handler it has
+
+
+class Visit:
+    """A request that vLLM has looked up, or has cached blocks of.
+
+    Attributes:
+        ids: the key's bytes, one hash for each full block so far.
+        lock: on the pages that it uses; None: it uses none.
+        num_pages: blocks of it that were inserted.
+        is_apart: its lock was given up, or it uses what the tree has let go of: nothing more of it is inserted.
+    """
+
+    __slots__ = ("ids", "is_apart", "lock", "num_pages")
+
+    def __init__(self) -> None:
+        self.ids: bytes = b""
+        self.lock: Lock | None = None
+        self.num_pages: int = 0
+        self.is_apart: bool = False
+
+
+class Counts:
+    """Counts what the mirror has seen and done.
+
+    Attributes:
+        lookups: requests that were looked up.
+        differing: those of which vLLM found another length than the tree.
+        prompt_tokens, hit_tokens: of these requests, and of these what vLLM found.
+        refused: states that were not kept, by kind.
+        evicted: states that were evicted, by kind.
+        evicted_pages: blocks of pages that were evicted.
+        set_apart: requests of which nothing more was inserted, for want of free blocks.
+    """
+
+    def __init__(self) -> None:
+        self.lookups: int = 0
+        self.differing: int = 0
+        self.prompt_tokens: int = 0
+        self.hit_tokens: int = 0
+        self.refused: Counter[str] = Counter()
+        self.evicted: Counter[str] = Counter()
+        self.evicted_pages: int = 0
+        self.set_apart: int = 0
+
+    def checkpoint(self, node: Any) -> None:
+        """Count a state that leaves the tree."""
+        self.evicted[node.usage.kind.value] += 1
+
+    def pages(self, node: Any, num_kept: int) -> None:
+        """Count pages that leave the tree."""
+        self.evicted_pages += node.num_pages - num_kept
+
+
+class Mirror:
+    """Puts a tree beside vLLM's manager, from now on.
+
+    Args:
+        manager: vLLM's `KVCacheManager`, of a model that was accepted (`hybrid.vllm.options.refuse_unsupported`).
+        pages, states: its managers of full attention, and of states.
+        plain_queue: makes vLLM's own queue of free blocks.
+        options: of this plugin.
+
+    Attributes:
+        tree: the tree. A block is one page of `WORDS` ids.
+        counts: what was seen and done.
+        failure: what has raised, and put vLLM's own order back; None: nothing has.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        pages: list[Any],
+        states: list[Any],
+        plain_queue: Callable[[list[Block]], Any],
+        options: Options,
+    ) -> None:
+        self._manager, self._pool = manager, manager.block_pool
+        self._pages, self._states = pages, states
+        self._plain_queue = plain_queue
+        self._options = options
+        self._block_size: int = pages[0].block_size
+        self._learns = options.policy in LEARNING
+        self.counts: Counts = Counts()
+        self.failure: Exception | None = None
+        self._owned: set[int] = set()
+        self._renew()
+        self._queue = FreeBlocks(self._pool.free_block_queue.get_all_free_blocks(), self._owned, self.evict, self._fail)
+        self._pool.free_block_queue = self._queue
+        self._wrapped: list[tuple[Any, str]] = []
+        self._wrap(manager, "get_computed_blocks", self._get_computed_blocks)
+        self._wrap(manager, "allocate_slots", self._allocate_slots)
+        self._wrap(manager, "free", self._free)
+        self._wrap(manager, "pop_blocks_for_free", self._free)
+        self._wrap(manager, "reset_prefix_cache", self._reset_prefix_cache)
+        self._wrap(manager.coordinator, "cache_blocks", self._cache_blocks)
+        for group in states:
+            self._wrap(group, "cache_blocks", self._cache_states)
+
+    def _renew(self) -> None:
+        self._owned.clear()
+        self._requests: dict[str, Visit] = {}
+        self._source: Lock | None = None  # on the state that a request which is given room starts from
+        self.tree: Tree = Tree(
+            WORDS,
+            WORDS,
+            policy_named(self._options.policy),
+            Prices(len(self._pages), len(self._states)),
+            seed=self._options.seed,
+            pools=Pools(opaque=True, leaving=self.counts),
+        )
+        self.visits: Visits = Visits(self.tree, self._learns)
+
+    # Wrapping
+
+    def _wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        theirs = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return ours(theirs, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        self._wrapped.append((owner, name))
+
+    def _fail(self, error: Exception, taken: list[Block]) -> Any:
+        """Put vLLM's own queue and methods back. The blocks that were taken out of ours are the first in it."""
+        self.failure = error
+        self._pool.free_block_queue = self._plain_queue([*taken, *self._queue.get_all_free_blocks()])
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
+        logger.warning(
+            "hybrid: an error in the mirror; from here on vLLM evicts as it does without --scheduler-cls, by LRU. "
+            "Answers are not affected. Please report this",
+            exc_info=error,
+        )
+        return self._pool.free_block_queue
+
+    # What vLLM calls, each with its own method first
+
+    def _get_computed_blocks(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks, num_tokens, boundary = theirs(request, *args, **kwargs)
+        if self._manager.prefix_cache_lookup_enabled(request) if self.failure is None else False:
+            try:
+                boundary = self.looked_up(request, num_tokens, boundary)
+            except Exception as error:
+                self._fail(error, [])
+        return blocks, num_tokens, boundary
+
+    def _allocate_slots(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+        visit = self._requests.get(request.request_id)
+        if visit is None or visit.lock is not None or visit.num_pages:
+            return theirs(request, *args, **kwargs)
+        try:
+            self.protect(request, visit)
+        except Exception as error:
+            self._fail(error, [])
+        allocated = theirs(request, *args, **kwargs)
+        if self.failure is None:
+            try:
+                self.allocated(visit, allocated is not None)
+            except Exception as error:
+                self._fail(error, [])
+        return allocated
+
+    def _cache_blocks(self, theirs: Callable[..., Any], request: Any, num_tokens: int) -> None:
+        rid = request.request_id
+        num_pages, num_states = self._num_cached(rid)
+        theirs(request, num_tokens)
+        now = self._num_cached(rid)
+        if (now[0] > num_pages or now[1] > num_states) and self.failure is None:
+            try:
+                self.cached(request, num_states, *now)
+            except Exception as error:
+                self._fail(error, [])
+
+    def _cache_states(
+        self, theirs: Callable[..., Any], request: Any, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep the state at the last block of an answer too: the next turn continues there."""
+        if num_tokens > request.num_prompt_tokens:
+            kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
+        theirs(request, num_tokens, *args, **kwargs)
+
+    def _free(self, theirs: Callable[..., Any], request: Any) -> Any:
+        try:
+            self.left(request.request_id, request.is_finished())
+        except Exception as error:
+            self._fail(error, [])
+        return theirs(request)
+
+    def _reset_prefix_cache(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        done = theirs(*args, **kwargs)
+        if done and self.failure is None:
+            try:
+                self._renew()
+                self._queue.clear_content()
+            except Exception as error:
+                self._fail(error, [])
+        return done
+
+    def _num_cached(self, rid: str) -> tuple[int, int]:
+        """Blocks of a request that have a hash, of pages and of states."""
+        return self._pages[0].num_cached_block.get(rid, 0), self._states[0].num_cached_block.get(rid, 0)
+
+    # What the tree does about it
+
+    def looked_up(self, request: Any, num_tokens: int, boundary: int) -> int:
+        """A request was looked up. Counts as a use, once per request: vLLM looks for it again as long as it waits.
+
+        Args:
+            num_tokens: what vLLM found.
+            boundary: where vLLM would make a state because pages go on there; 0: nowhere.
+
+        Returns:
+            Where a state is to be made.
+        """
+        visit, is_new = self._visit(request), request.request_id not in self.visits
+        size = self._block_size
+        found, known = self.visits.match(request.request_id, Key(visit.ids), self._limit(request))
+        if is_new:
+            counts = self.counts
+            counts.lookups += 1
+            counts.prompt_tokens += request.num_tokens
+            counts.hit_tokens += num_tokens
+            counts.differing += found.num_tokens // WORDS * size != num_tokens
+        if self._options.ghost_branches:
+            return max(boundary, known // WORDS * size if known > found.num_tokens else 0)
+        return int(boundary)
+
+    def protect(self, request: Any, visit: Visit) -> None:
+        """Protect what a request has found, from what makes room for the rest of it."""
+        found = self.tree.peek(Key(visit.ids), self._limit(request))
+        if found.deepest is not None:
+            visit.lock = self.tree.lock_match(found)
+        if found.checkpoint is not None:
+            self._source = self.tree.lock_state(found.checkpoint)
+
+    def allocated(self, visit: Visit, has_room: bool) -> None:
+        """A request has got room, and a copy of the state that it has found; or there was none."""
+        source, self._source = self._source, None
+        if source is not None:
+            self.tree.unlock(source)
+        if not has_room:
+            self._unlock(visit)
+
+    def cached(self, request: Any, first_state: int, num_pages: int, num_states: int) -> None:
+        """Blocks of a request have got a hash: its pages up to `num_pages`, its states from `first_state` on.
+
+        What is kept of them enters the tree.
+        """
+        visit, rid = self._visit(request), request.request_id
+        key, blocks = (
+            Key(visit.ids),
+            [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)],
+        )
+        if any(block.block_hash is None for block in chain.from_iterable(blocks)):
+            self._set_apart(visit)  # the tree has let go of blocks that it uses: they cannot be found any more
+            return
+        tables = [group.req_to_blocks[rid] for group in self._states]
+        below = visit.lock.node if visit.lock is not None else None
+        node: Node | None = None
+        for place in range(first_state, min(num_states, num_pages)):
+            slot = tuple(table[place] for table in tables)
+            if all(not block.is_null and block.block_hash is not None for block in slot):
+                origin = self.visits.describe(rid, (place + 1) * WORDS, self._kind(request, place + 1))
+                node = self._insert_state(key, blocks[: place + 1], slot, origin, below)
+        end = num_pages * WORDS
+        if node is None or node.end < end:
+            node = self._insert(key, blocks, None, below, None)
+        lock = self.tree.lock_pages(node, end)
+        self._unlock(visit)
+        visit.lock, visit.num_pages = lock, num_pages
+
+    def _insert_state(
+        self, key: Key, blocks: list[Any], slot: tuple[Block, ...], origin: StateOrigin, below: Node | None
+    ) -> Node:
+        """Enter pages and the state after them, if it is worth more than what would be evicted for it."""
+        end = len(blocks) * WORDS
+        is_admitted = True
+        if self._learns and self._options.admission and not self._queue.has_spare:
+            origin, is_admitted = self.visits.admit(key, end, origin, tails_help=True)
+        if is_admitted:
+            checkpoint = Checkpoint(slot, end, origin.kind, 0, origin.turn, origin.kind is Kind.INTERVAL)
+            return self._insert(key, blocks, checkpoint, below, origin)
+        self.counts.refused[origin.kind.value] += 1
+        for block in slot:
+            self._pool._maybe_evict_cached_block(block)
+        return self._insert(key, blocks, None, below, origin)
+
+    def _insert(
+        self, key: Key, blocks: list[Any], checkpoint: Checkpoint | None, below: Node | None, origin: StateOrigin | None
+    ) -> Node:
+        past, hashes = (origin.past, origin.hashes) if origin is not None else (None, None)
+        inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, hashes)
+        new = chain.from_iterable(blocks[inserted.num_existing // WORDS :])
+        self._owned.update(block.block_id for block in new)
+        if inserted.adopted and checkpoint is not None:
+            self._owned.update(block.block_id for block in checkpoint.slot)
+        return inserted.node
+
+    def left(self, rid: str, is_finished: bool) -> None:
+        """A request gives its blocks back: it has ended, or waits again."""
+        visit = self._requests.pop(rid, None)
+        if visit is not None:
+            self._unlock(visit)
+        if is_finished:
+            self.visits.leave(rid)
+
+    def evict(self, num_blocks: int) -> bool:
+        """Let go of what is worth least: a state, or up to so many blocks of pages that no state needs.
+
+        Returns:
+            Whether there was anything.
+        """
+        num_pages = ceil_div(num_blocks, len(self._pages))
+        released = self.tree.evict_one(num_pages)
+        if not released.pages and not released.slots:
+            self._give_up()
+            released = self.tree.evict_one(num_pages)
+        pages = (page for part in released.pages.parts for page in part)
+        gone = [*chain.from_iterable(chain(pages, released.slots))]
+        for block in gone:
+            self._owned.discard(block.block_id)
+            self._pool._maybe_evict_cached_block(block)
+            self._queue.let_go(block)
+        return bool(gone)
+
+    def _give_up(self) -> None:
+        """Give up locks that protect free blocks. A request may have computed pages again that the tree has, in blocks
+        of its own: those of the tree can be free below its lock."""
+        if self._source is not None:
+            self.tree.unlock(self._source)
+            self._source = None
+        for visit in self._requests.values():
+            node = visit.lock.node if visit.lock is not None else None
+            if node is None:
+                continue
+            pages = chain.from_iterable(self.tree.pages(node, node.end).parts)
+            if any(not block.ref_cnt for block in chain.from_iterable(pages)):
+                self._set_apart(visit)
+
+    def _set_apart(self, visit: Visit) -> None:
+        self._unlock(visit)
+        visit.is_apart = True
+        self.counts.set_apart += 1
+
+    def _kind(self, request: Any, num_blocks: int) -> Kind:
+        """Why the state of a request after so many blocks is there."""
+        end, size = num_blocks * self._block_size, self._block_size
+        if end > request.num_prompt_tokens:
+            return Kind.TURN_END
+        if request.shared_prefix_boundary // size == num_blocks:
+            return Kind.BRANCH
+        return Kind.PROMPT_END if end > request.num_prompt_tokens - 1 - size else Kind.INTERVAL
+
+    def _visit(self, request: Any) -> Visit:
+        visit = self._requests.get(request.request_id)
+        if visit is None:
+            visit = self._requests[request.request_id] = Visit()
+        hashes = request.block_hashes
+        if len(hashes) * HASH_BYTES > len(visit.ids):
+            visit.ids += b"".join(one[:HASH_BYTES] for one in hashes[len(visit.ids) // HASH_BYTES :])
+        return visit
+
+    def _limit(self, request: Any) -> int:
+        """How far a request may be found: vLLM computes the last token of each again."""
+        return (request.num_tokens - 1) // self._block_size * WORDS
+
+    def _unlock(self, visit: Visit) -> None:
+        lock, visit.lock = visit.lock, None
+        if lock is not None:
+            self.tree.unlock(lock)

@@ -1,0 +1,103 @@
+"""Options of this plugin, from vLLM's `--additional-config`, and what of vLLM is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hybrid.errors import ArgumentError, UnsupportedModelError
+from hybrid.tree.policies import POLICIES
+from hybrid.tree.policy import Policy
+
+LEARNING = frozenset({"lhd"})
+"""Policies that learn from why states are there and what has become of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options that `--additional-config '{"hybrid": {...}}'` may have.
+
+    Attributes:
+        policy: of eviction, one of `hybrid.tree.policies.POLICIES`.
+        admission: a state is kept only if it is worth more than what would be evicted for it.
+        ghost_branches: a prompt's state is also made where it leaves a prefix that was cached once, when its pages
+            were evicted.
+        seed: of the samples of candidates.
+    """
+
+    policy: str = "lhd"
+    admission: bool = True
+    ghost_branches: bool = False
+    seed: int = 0
+
+    @classmethod
+    def of(cls, additional_config: Any) -> Options:
+        """The options in vLLM's additional configuration.
+
+        Raises:
+            ArgumentError: there is no such option or policy, or a value is of another type.
+        """
+        given = additional_config.get("hybrid", {}) if isinstance(additional_config, Mapping) else {}
+        known = {field.name: type(field.default) for field in fields(cls)}
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"--additional-config: hybrid must be an object with options, got {given!r:.100}")
+        for name, value in given.items():
+            if name not in known:
+                raise ArgumentError(
+                    f"--additional-config: hybrid has {name!r:.100}, which is not known; known are {', '.join(known)}"
+                )
+            if type(value) is not known[name]:
+                raise ArgumentError(
+                    f"--additional-config: hybrid's {name} must be of type {known[name].__name__}, got {value!r:.100}"
+                )
+        options = cls(**given)
+        policy_named(options.policy)
+        return options
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of a name.
+
+    Raises:
+        ArgumentError: there is none of that name.
+    """
+    made = POLICIES.get(name)
+    if made is None:
+        raise ArgumentError(f"--additional-config: hybrid has no policy {name!r:.100}; it has: {', '.join(POLICIES)}")
+    return made()
+
+
+def refuse_unsupported(config: Any, num_pages: int, num_states: int, others: list[str], sizes: set[int]) -> None:
+    """Refuse what this scheduler does not do before anything is served.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        num_pages, num_states: groups of layers with full attention, and with states.
+        others: names of the caches of other groups of layers.
+        sizes: tokens per block of all groups, and per hash.
+
+    Raises:
+        UnsupportedModelError: something is asked for that is not supported; all of it is named, each with what to do.
+    """
+    found, parallel = [], config.parallel_config
+    if not num_states:
+        found.append("a model without linear-attention states: vLLM's own scheduler serves it, leave the flag out")
+    elif config.cache_config.mamba_cache_mode != "align":
+        found.append(f"mamba_cache_mode {config.cache_config.mamba_cache_mode!r}: set --mamba-cache-mode align")
+    if num_states and not num_pages:
+        found.append("a model without full attention: vLLM's own scheduler serves it, leave the flag out")
+    if others:
+        found.append(f"layers with {', '.join(others)} beside full attention and states: leave the flag out")
+    if len(sizes) > 1:
+        found.append("a hash unit below the block (--prefix-match-unit): leave it out, so that both are the same")
+    if config.speculative_config is not None:
+        found.append("speculative decoding (EAGLE, MTP and others): leave --speculative-config out")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        found.append("decode context parallelism: set --decode-context-parallel-size 1")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        found.append("prefill context parallelism: set --prefill-context-parallel-size 1")
+    if config.kv_transfer_config is not None:
+        found.append("KV connectors, which keep blocks of their own: leave --kv-transfer-config out")
+    if found:
+        raise UnsupportedModelError("--scheduler-cls hybrid.vllm.Scheduler does not support " + "; nor ".join(found))

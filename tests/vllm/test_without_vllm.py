@@ -1,0 +1,392 @@
+"""The plugin for vLLM on a small imitation of the manager and the pool that it wraps: no vLLM is needed."""
+
+import logging
+import random
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
+from hybrid.tree.node import Kind
+from hybrid.vllm import installed, mirror, plugin
+from hybrid.vllm.mirror import Mirror
+from hybrid.vllm.options import Options, refuse_unsupported
+from hybrid.vllm.queue import FreeBlocks
+from support.vllm_imitated import Block, Manager, PlainQueue, Request, Service
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def mirrored(num_blocks: int, num_pages: int = 1, num_states: int = 3, **options: Any) -> tuple[Manager, Mirror]:
+    """A manager and the mirror that was put beside it."""
+    manager = Manager(num_blocks, num_pages=num_pages, num_states=num_states)
+    return manager, Mirror(manager, manager.pages, manager.states, PlainQueue, Options(**options))
+
+
+def check(manager: Manager, mirror: Mirror) -> None:
+    """Compare the tree with the pool: it owns cached blocks, each once, and all that are free and cached are known."""
+    assert mirror.failure is None, mirror.failure
+    assert not mirror.tree.check()
+    owned = [page for _, node in mirror.tree.nodes() for part in node.pages.parts for page in part]
+    owned += [node.slot for _, node in mirror.tree.nodes() if node.slot is not None]
+    ids = [block.block_id for blocks in owned for block in blocks]
+    assert len(set(ids)) == len(ids)
+    assert all(block.block_hash is not None for blocks in owned for block in blocks)
+    free = manager.block_pool.free_block_queue.get_all_free_blocks()
+    assert sorted(block.block_id for block in free) == [
+        block.block_id for block in manager.block_pool.blocks if not block.ref_cnt and not block.is_null
+    ]
+    assert len(free) == manager.num_free
+
+
+def prompts(seed: int, number: int) -> list[list[int]]:
+    """Prompts of which many share a beginning."""
+    draw = random.Random(seed)
+    shared = [[draw.randrange(90) for _ in range(draw.randrange(8, 40))] for _ in range(5)]
+    return [
+        draw.choice(shared)[: draw.randrange(4, 40)] + [draw.randrange(90) for _ in range(draw.randrange(1, 24))]
+        for _ in range(number)
+    ]
+
+
+# What the mirror does
+
+
+@pytest.mark.parametrize("policy", ["lru", "lhd"])
+@pytest.mark.parametrize(("num_pages", "num_states"), [(1, 3), (2, 1)])
+def test_every_lookup_of_vllm_is_what_the_tree_says_and_nothing_leaks(
+    policy: str, num_pages: int, num_states: int
+) -> None:
+    manager, beside = mirrored(80, num_pages, num_states, policy=policy)
+    service, draw, running = Service(manager), random.Random(3), list[Request]()
+    waiting: list[Request] = []
+    for prompt in prompts(1, 400):
+        request = service.request(prompt, salt="a" * (draw.random() < 0.2))
+        waiting.append(request)
+        if draw.random() < 0.8 and service.start(waiting[0]) is not None:
+            running.append(waiting.pop(0))
+        for one in [*running]:
+            if draw.random() < 0.3 and not service.answer(one, [draw.randrange(90)]):
+                running.remove(one)
+                manager.free(one)  # preempted: it waits again
+                waiting.append(one)
+            elif draw.random() < 0.2:
+                running.remove(one)
+                service.end(one)
+        if len(waiting) > 3:
+            service.end(waiting.pop())  # aborted
+        if draw.random() < 0.2:
+            check(manager, beside)
+    for one in [*running, *waiting]:
+        service.end(one)
+    check(manager, beside)
+    assert manager.num_free == 79
+    assert not beside.tree.locks.num_pages
+    assert beside.counts.lookups > 200
+    assert beside.counts.differing <= beside.counts.set_apart < 40
+    assert beside.counts.hit_tokens > 0
+    assert beside.counts.evicted_pages > 100
+
+
+def test_lru_hits_what_the_plain_queue_hits() -> None:
+    hits = {}
+    for name in ("plain", "lru"):
+        manager = Manager(60)
+        if name == "lru":
+            Mirror(manager, manager.pages, manager.states, PlainQueue, Options(policy="lru"))
+        service = Service(manager)
+        hits[name] = sum(service.serve(prompt) or 0 for prompt in prompts(2, 500))
+    assert hits["plain"] > 1000
+    assert abs(hits["lru"] / hits["plain"] - 1) < 0.05
+
+
+def test_the_learned_policy_hits_more_than_lru_where_few_prompts_come_again() -> None:
+    draw = random.Random(5)
+    hot = [[draw.randrange(90) for _ in range(40)] for _ in range(4)]
+    mixed = [
+        draw.choice(hot) + [draw.randrange(90) for _ in range(5)]
+        if number % 3 == 0
+        else [draw.randrange(90) for _ in range(draw.randrange(16, 60))]
+        for number in range(450)
+    ]
+    hits = []
+    for policy in ("lru", "lhd"):
+        manager, beside = mirrored(64, policy=policy)
+        service = Service(manager)
+        hits.append(sum(service.serve(prompt) or 0 for prompt in mixed))
+        check(manager, beside)
+    assert hits[1] > 1.2 * hits[0]
+
+
+def test_the_state_at_the_last_block_of_an_answer_is_kept() -> None:
+    manager, beside = mirrored(64)
+    service, prompt = Service(manager), [*range(10)]
+    assert service.serve(prompt, [*range(10, 21)]) == 0
+    assert service.serve([*range(23)]) == 20
+    kinds = {node.end: node.usage.kind for _, node in beside.tree.nodes() if node.slot is not None}
+    assert kinds[5 * mirror.WORDS] is Kind.TURN_END
+    assert kinds[2 * mirror.WORDS] is Kind.PROMPT_END
+
+
+def test_salts_share_nothing() -> None:
+    manager, beside = mirrored(64)
+    service = Service(manager)
+    service.serve([*range(12)], salt="a")
+    assert service.serve([*range(12)], salt="b") == 0
+    assert service.serve([*range(12)], salt="a") == 8
+    check(manager, beside)
+
+
+def test_a_branch_that_was_evicted_gets_a_state_again_if_asked_for() -> None:
+    made = []
+    for ghosts in (False, True):
+        manager, beside = mirrored(40, ghost_branches=ghosts)
+        service, shared = Service(manager), [*range(20)]
+        service.serve([*shared, 70, 71, 72, 73, 74])
+        for number in range(10):
+            service.serve([200 + 40 * number + at for at in range(40)])
+        service.serve([*shared, 80, 81, 82, 83, 84])
+        made.append([node.end // mirror.WORDS for _, node in beside.tree.nodes() if node.usage.kind is Kind.BRANCH])
+    assert made == [[], [5]]
+
+
+def test_reset_forgets_the_tree() -> None:
+    manager, beside = mirrored(64)
+    service = Service(manager)
+    service.serve([*range(12)])
+    assert manager.reset_prefix_cache()
+    check(manager, beside)
+    assert beside.tree.num_pages == 0
+    assert service.serve([*range(12)]) == 0
+    assert service.serve([*range(12)]) == 8
+
+
+def test_a_reset_that_vllm_refuses_changes_nothing() -> None:
+    manager, beside = mirrored(64)
+    service = Service(manager)
+    request = service.request([*range(12)])
+    service.start(request)
+    assert not manager.reset_prefix_cache()
+    assert beside.tree.num_pages == 3
+    service.end(request)
+    check(manager, beside)
+
+
+# Failing open
+
+
+class Raises:
+    """Raises in one line of the mirror, when it is about to run for the first time."""
+
+    def __init__(self, line: tuple[str, int] | None) -> None:
+        self.line = line
+        self.seen: set[tuple[str, int]] = set()
+        self.has_raised = False
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if code.co_filename != mirror.__file__ or code.co_name not in GUARDED:
+            return None
+        if event == "line":
+            line = code.co_name, frame.f_lineno
+            self.seen.add(line)
+            if line == self.line and not self.has_raised:
+                self.has_raised = True
+                sys.settrace(None)
+                raise ZeroDivisionError(f"raised at {line}")
+        return self
+
+
+GUARDED = {
+    "looked_up", "protect", "cached", "_insert_state", "_insert", "left", "evict", "_kind", "_visit", "_limit",
+    "_unlock", "_renew", "checkpoint", "pages", "allocated",
+}  # fmt: skip
+"""All of the mirror that this work comes to, but what calls vLLM's own methods and catches what these raise."""
+
+
+def some_work(line: tuple[str, int] | None, policy: str = "lhd") -> tuple[Raises, Manager, Mirror]:
+    """Serve requests of which two run at a time, while a line raises."""
+    manager, beside = mirrored(48, policy=policy, ghost_branches=True)
+    service, raises = Service(manager), Raises(line)
+    before = sys.gettrace()
+    sys.settrace(raises)
+    try:
+        running: Request | None = None
+        for number, prompt in enumerate(prompts(7, 24)):
+            if number == 18:
+                if running is not None:
+                    service.end(running)
+                    running = None
+                assert manager.reset_prefix_cache()
+            request = service.request(prompt)
+            if service.start(request) is not None:
+                service.answer(request, [1, 2, 3, 4, 5])
+            if running is not None:
+                service.end(running)
+            running = request
+        assert running is not None
+        service.end(running)
+    finally:
+        sys.settrace(before)
+    return raises, manager, beside
+
+
+def test_whatever_line_raises_vllm_goes_on_by_lru_and_nothing_leaks(caplog: pytest.LogCaptureFixture) -> None:
+    lines = sorted(some_work(None)[0].seen)
+    assert len(lines) > 60
+    assert {name for name, _ in lines} == GUARDED
+    for line in lines:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="vllm.hybrid"):
+            raises, manager, beside = some_work(line)
+        assert raises.has_raised, line
+        assert isinstance(beside.failure, ZeroDivisionError), line
+        assert len([one for one in caplog.records if "an error in the mirror" in one.message]) == 1, line
+        assert type(manager.block_pool.free_block_queue) is PlainQueue, line
+        assert manager.num_free == 47, line
+        assert all(not block.ref_cnt for block in manager.block_pool.blocks), line
+        assert not [name for name in vars(manager) if name in ("allocate_slots", "free")], line
+        service = Service(manager)
+        assert service.serve([*range(100, 117)]) == 0, line
+        assert service.serve([*range(100, 117)]) == 16, line
+
+
+def test_a_failing_queue_gives_the_blocks_that_were_asked_for() -> None:
+    def evict(n: int) -> bool:
+        raise ZeroDivisionError
+
+    def fail(error: Exception, taken: list[Block]) -> PlainQueue:
+        return PlainQueue([*taken, *queue.get_all_free_blocks()])
+
+    blocks = [Block(number) for number in range(6)]
+    queue = FreeBlocks(blocks, {4, 5}, evict, fail)
+    assert queue.popleft_n(4) == blocks[:4]
+    taken = queue.popleft_n(2)
+    queue.append_n(taken)
+    queue.prepend_n([blocks[1]])
+    assert queue.popleft_n(2) == [blocks[1], blocks[4]]
+
+
+# The queue of free blocks
+
+
+def test_blocks_without_content_are_used_first_then_those_that_the_tree_has_not() -> None:
+    blocks = [Block(number) for number in range(6)]
+    queue = FreeBlocks(blocks, {4}, lambda n: False, lambda error, taken: None)
+    assert queue.popleft_n(6) == blocks
+    queue.append_n([blocks[4], blocks[3]])
+    queue.prepend_n([blocks[1], blocks[2]])
+    assert queue.get_all_free_blocks() == [blocks[1], blocks[2], blocks[3], blocks[4]]
+    assert [*queue.iter_blocks_after(blocks[2])] == [blocks[3], blocks[4]]
+    assert queue.num_free_blocks == 4
+    queue.remove(blocks[2])
+    assert queue.popleft_n(2) == [blocks[1], blocks[3]]
+    assert not queue.has_spare
+    queue.let_go(blocks[4])
+    assert queue.has_spare
+    assert queue.popleft() is blocks[4]
+    with pytest.raises(RuntimeError, match="not free"):
+        queue.remove(blocks[4])
+    with pytest.raises(ValueError, match="1 blocks were asked for, and 0 are free"):
+        queue.popleft()
+
+
+# Options, refusals, versions
+
+
+def test_options_come_from_the_additional_config() -> None:
+    assert Options.of(None) == Options.of({}) == Options()
+    assert Options.of({"hybrid": {"policy": "lru", "seed": 3}}) == Options(policy="lru", seed=3)
+    with pytest.raises(ArgumentError, match="has no policy 'slru'; it has: lru, "):
+        Options.of({"hybrid": {"policy": "slru"}})
+    with pytest.raises(ArgumentError, match="has 'polcy', which is not known; known are policy, admission"):
+        Options.of({"hybrid": {"polcy": "lru"}})
+    with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
+        Options.of({"hybrid": {"seed": True}})
+    with pytest.raises(ArgumentError, match="must be an object"):
+        Options.of({"hybrid": "lhd"})
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    plain = {
+        "cache_config": SimpleNamespace(mamba_cache_mode="align"),
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_what_is_not_supported_is_named_all_at_once() -> None:
+    refuse_unsupported(config(), 1, 3, [], {528})
+    parallel = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=2)
+    asked = config(
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        speculative_config=object(),
+        kv_transfer_config=object(),
+        parallel_config=parallel,
+    )
+    with pytest.raises(UnsupportedModelError) as caught:
+        refuse_unsupported(asked, 1, 3, ["SlidingWindowSpec"], {528, 16})
+    assert str(caught.value).count("; nor ") == 6
+    for remedy in (
+        "--mamba-cache-mode align",
+        "SlidingWindowSpec",
+        "--prefix-match-unit",
+        "--speculative-config",
+        "--decode-context-parallel-size 1",
+        "--prefill-context-parallel-size 1",
+        "--kv-transfer-config",
+    ):
+        assert remedy in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match="without linear-attention states"):
+        refuse_unsupported(config(), 1, 0, [], {16})
+    with pytest.raises(UnsupportedModelError, match="without full attention"):
+        refuse_unsupported(config(), 0, 2, [], {16})
+
+
+def test_another_version_is_refused_unless_it_is_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(installed.UNTESTED, raising=False)
+    for known in ("0.30.0", "0.32.1", "0.33.0+cpu"):
+        monkeypatch.setattr(installed, "version", lambda name, known=known: known)
+        installed.refuse_unknown_version()
+    monkeypatch.setattr(installed, "version", lambda name: "0.41.0")
+    with pytest.raises(VersionError, match=r"vLLM 0\.41\.0 is installed.*HYBRID_VLLM_UNTESTED=1 to try it"):
+        installed.refuse_unknown_version()
+    plugin.register()  # never raises
+    monkeypatch.setenv(installed.UNTESTED, "1")
+    installed.refuse_unknown_version()
+
+
+def test_without_vllm_the_version_is_an_error_and_the_plugin_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise installed.PackageNotFoundError(name)
+
+    monkeypatch.setattr(installed, "version", version)
+    with pytest.raises(VersionError, match="vLLM is not installed"):
+        installed.refuse_unknown_version()
+    plugin.register()
+
+
+def test_the_plugin_imports_neither_torch_nor_the_tree_nor_vllm() -> None:
+    code = """
+import sys, time
+import hybrid.vllm.plugin
+start = time.perf_counter(); hybrid.vllm.plugin.register(); took = time.perf_counter() - start
+print([name for name in ("torch", "numpy", "vllm", "hybrid.tree", "hybrid.engine", "hybrid.vllm.mirror")
+       if name in sys.modules], took < 0.005)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert shown == "[] True\n"
+
+
+def test_the_entry_point_names_the_function() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert points["vllm.general_plugins"] == {"hybrid": "hybrid.vllm.plugin:register"}
+    assert callable(plugin.register)
