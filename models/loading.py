@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts, Router
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
-from hybrid.models.weights import Loader, stored_tensors, with_scales
+from hybrid.models.weights import Loader, Stored, check_quantization, stored_tensors, with_scales
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -133,12 +133,15 @@ def load_model(
         UnsupportedModelError: it has several layers for multi-token prediction, and they are to be loaded.
     """
     dtype = running_dtype(dtype, device)
-    tied = checkpoint.config.tie_word_embeddings
+    check_quantization(checkpoint.path, getattr(checkpoint.whole, "quantization_config", None))
     tensors = {}
     for stored in stored_tensors(checkpoint.path).values():
         name = stored.name.replace("model.language_model.", "model.", 1)
-        if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)) and not (tied and name == HEAD):
+        if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)):
             tensors[name] = stored
+    tied = _is_tied(checkpoint, tensors)
+    if tied:
+        tensors.pop(HEAD, None)
     tensors = with_scales(tensors, getattr(checkpoint.whole, "quantization_config", None))
     family = ARCHITECTURES[checkpoint.model_type]
     predictors = {name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")}
@@ -176,6 +179,23 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def _is_tied(checkpoint: CheckpointFolder, tensors: Mapping[str, Stored]) -> bool:
+    """Tell whether the head is the embedding: as the configuration says, unless both are stored and differ. Then the
+    head is what is stored, as in transformers."""
+    if not checkpoint.config.tie_word_embeddings:
+        return False
+    if not (HEAD in tensors and EMBEDDING in tensors) or tensors[HEAD].has_values_of(tensors[EMBEDDING]):
+        return True
+    log.warning(
+        "%s: tie_word_embeddings is true, but a head is stored that differs from the embedding: it is used, as by "
+        "transformers. If that is not meant, remove %s from the weights",
+        checkpoint.path,
+        HEAD,
+    )
+    checkpoint.config.tie_word_embeddings = False
+    return False
 
 
 def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool, show: bool) -> None:

@@ -62,7 +62,7 @@ class VisionTower:
         self._path, self._config = path, config
         self._dtype, self._device = dtype, device
         self._model: Any = None
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self._processor: Any = None
         self.placeholder: int = config.image_token_id
         self._merge = config.vision_config.spatial_merge_size
@@ -130,8 +130,12 @@ class VisionTower:
                 self._processor = Qwen2VLImageProcessorPil(**shape, image_mean=[0.5] * 3, image_std=[0.5] * 3)
         return self._processor
 
-    def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
+    def embed(self, image: Any, namespace: str) -> tuple[Tensor, tuple[int, int], bytes]:
         """Embed an image.
+
+        Args:
+            namespace: embeddings that are kept are used again within it alone: whether another one had the image is
+                not seen by the time that this takes.
 
         Returns:
             `[N, hidden_size]` embeddings, the (rows, columns) of their N positions, and a hash of the image's content.
@@ -141,15 +145,16 @@ class VisionTower:
         """
         patches, (rows, columns) = self.patches(image)
         content = hashlib.sha256(patches.numpy().tobytes() + bytes(f"{rows}x{columns}", "ascii")).digest()
-        if content not in self._kept:
+        wanted = namespace, content
+        if wanted not in self._kept:
             grid = torch.tensor([[1, rows, columns]], device=self._device)
             with torch.inference_mode():
                 made = self._tower()(patches.to(self._device, self._dtype), grid_thw=grid)
-            self._kept[content] = made.pooler_output
+            self._kept[wanted] = made.pooler_output
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(content)
-        return self._kept[content], (rows // self._merge, columns // self._merge), content
+        self._kept.move_to_end(wanted)
+        return self._kept[wanted], (rows // self._merge, columns // self._merge), content
 
     def _tower(self) -> Any:
         if self._model is None:

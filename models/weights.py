@@ -5,6 +5,8 @@ reads each tensor once, in slices of the mapped file, and releases each slice af
 memory of the model and a few slices, and errors name a missing or unexpected tensor by its name on disk.
 """
 
+from __future__ import annotations
+
 import mmap
 import sys
 from collections import Counter, defaultdict
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checks import is_file
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
 
 SLICE_BYTES = 4 * 2**20
@@ -116,6 +118,17 @@ class Stored:
         flat = torch.frombuffer(self.file, dtype=self.dtype, count=prod(self.shape), offset=self.start)
         return flat.view(self.shape)
 
+    def has_values_of(self, other: Stored) -> bool:
+        """Tell whether another tensor has the same shape and values."""
+        if self.shape != other.shape:
+            return False
+        step = max(1, SLICE_BYTES // max(1, self.num_bytes // max(1, len(self.tensor()))))
+        pairs = zip(self.tensor().split(step), other.tensor().split(step), strict=True)
+        same = all(torch.equal(a.float(), b.float()) for a, b in pairs)
+        self.release()
+        other.release()
+        return same
+
     def release(self) -> None:
         """Free the memory of the mapped file that reading has filled; reading again reads the disk again."""
         if sys.platform != "linux":  # elsewhere this advice is missing, or means something else
@@ -155,6 +168,42 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         CheckpointError: it is damaged or truncated, or has an unknown dtype.
     """
     return {stored.name: stored for stored in _read_header(file)}
+
+
+WAY_OUT = (
+    "use the checkpoint that it was made from, in bfloat16 or float32; on a CPU load_dtype='int8' quantizes that while "
+    "it is loaded"
+)
+"""The remedy for weights that are quantized in another way."""
+
+
+def check_quantization(path: Path, quantization: Any) -> None:
+    """Refuse a checkpoint whose weights are quantized otherwise than as 8-bit floats with a factor for each block.
+
+    Args:
+        quantization: its `quantization_config`, or None.
+
+    Raises:
+        UnsupportedModelError: the error names the method, and the way out.
+    """
+    settings = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
+    if not settings:
+        return
+    method = settings.get("quant_method")
+    method = getattr(method, "value", method)
+    if method == "fp8" and settings.get("weight_block_size") is not None:
+        return
+    if method == "fp8":
+        name = "fp8 with one factor per tensor"
+    elif method is None and "group_size" in settings:  # MLX names its settings alone
+        name = f"MLX, {settings.get('bits', '?')} bits"
+    else:
+        bits = settings.get("bits") or settings.get("w_bit")
+        name = f"{method or 'an unknown method'}{f', {bits} bits' if bits else ''}"
+    raise UnsupportedModelError(
+        f"{path}: its weights are quantized ({name:.100}), which is not supported; of quantized weights 8-bit floats "
+        f"with a factor for each block (fp8 with a weight_block_size) are read. Else {WAY_OUT}"
+    )
 
 
 def with_scales(tensors: Mapping[str, Stored], quantization: Any) -> dict[str, Stored]:
@@ -450,7 +499,7 @@ class Loader:
         if stored.dtype not in FLOATS and stored.scale is None:
             raise CheckpointError(
                 f"{self.path}: {stored.name} is {stored.dtype}; of quantized weights 8-bit floats with factors "
-                f"({stored.name}{SCALE}) are supported, else use the checkpoint in bfloat16"
+                f"({stored.name}{SCALE}) are supported. Else {WAY_OUT}"
             )
 
     def _parameter(self, name: str, dtype: torch.dtype) -> Tensor:

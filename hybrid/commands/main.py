@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from rich.console import Console
 from hybrid import __version__
 from hybrid.commands.commands import COMMANDS, check_encoding
 from hybrid.errors import HybridError
+from hybrid.observe.draw import in_ascii
 
 ENDS = ("SIGTERM", "SIGHUP")
 """Signals that end a process, where the system has them."""
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_encoding(sys.argv[1:] if arguments is None else arguments)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without the characters of a tree shows others
+            codecs.register_error("hybrid.in_ascii", _in_ascii)
+            sys.stdout.reconfigure(errors="hybrid.in_ascii")  # a terminal without the characters of a tree
         with ended_by_signals():
             status = run(parse(arguments))
         sys.stdout.flush()
@@ -65,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return 130
     return status
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Handle characters that an output does not have, as `codecs.register_error` asks for it."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return in_ascii(error.object[error.start : error.end]), error.end
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def load(
             f"HYBRID_KERNELS={setting()}: leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
-    end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
+    end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config, tokenizer)
     return LoadedModel(
         model=loaded,
         device=place,
@@ -183,8 +184,12 @@ def default_dtype(checkpoint: CheckpointFolder, device: torch.device) -> tuple[t
     return stored, "the checkpoint's type, whose products are faster on this CPU"
 
 
-def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], SamplingParams]:
-    """End tokens and default sampling of a checkpoint, from generation_config.json, else from config.json."""
+def generation_defaults(path: Path, config: Any, tokenizer: Any | None = None) -> tuple[frozenset[int], SamplingParams]:
+    """End tokens and default sampling of a checkpoint.
+
+    End tokens are those of generation_config.json, of config.json and of the tokenizer together: files that name one
+    alone leave out the one that ends a turn. The default sampling is that of generation_config.json.
+    """
     from transformers import GenerationConfig
 
     file = path / "generation_config.json"
@@ -196,10 +201,12 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
             generation = GenerationConfig.from_pretrained(path)
         else:
             generation = GenerationConfig(eos_token_id=config.eos_token_id)
-        end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
-        end_tokens = frozenset([end] if isinstance(end, int) else end or ())
-        if not all(isinstance(token, int) for token in end_tokens):
-            raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them; got {shown(end)}")
+        stated = {
+            file.name: generation.eos_token_id,
+            "config.json": config.eos_token_id,
+            "the tokenizer": getattr(tokenizer, "eos_token_id", None),
+        }
+        end_tokens = _end_tokens(path, stated)
         common = {
             "max_new_tokens": generation.max_new_tokens,
             "min_tokens": generation.min_new_tokens,
@@ -207,16 +214,44 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
         }
         sampled = {
             "temperature": 1.0 if generation.temperature is None else generation.temperature,
-            "top_k": generation.top_k,
+            "top_k": 0 if generation.top_k == -1 else generation.top_k,  # vLLM's -1 is transformers' 0: all
             "top_p": generation.top_p,
             "min_p": generation.min_p,
         }
-        stated = common | (sampled if generation.do_sample else {})
-        return end_tokens, SamplingParams(**{name: value for name, value in stated.items() if value is not None})
+        given = common | (sampled if generation.do_sample else {})
+        return end_tokens, SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except CheckpointError:
         raise
     except Exception as error:  # transformers raises many kinds for malformed values; ours are SamplingErrors
         raise CheckpointError(f"{file} cannot be used: {error}") from error
+
+
+def _end_tokens(path: Path, stated: Mapping[str, Any]) -> frozenset[int]:
+    """The union of the end tokens that the files of a checkpoint state, by the file: one, several, or None.
+
+    Raises:
+        CheckpointError: one is not a token id.
+    """
+    found: dict[int, list[str]] = {}
+    for place, end in stated.items():
+        tokens = [end] if isinstance(end, int) else end or ()
+        if not isinstance(tokens, list | tuple) or not all(isinstance(token, int) for token in tokens):
+            raise CheckpointError(
+                f"{path / place}: eos_token_id must be a token id or a list of them; got {shown(end)}"
+            )
+        for token in tokens:
+            found.setdefault(token, []).append(place)
+    if found:
+        log.info(
+            "%s: answers end with %s", path, "; ".join(f"{token} ({', '.join(at)})" for token, at in found.items())
+        )
+    else:
+        log.warning(
+            "%s names no end token, neither in generation_config.json and config.json nor by its tokenizer: answers "
+            "end at max_new_tokens, or with SamplingParams(stop_token_ids=...)",
+            path,
+        )
+    return frozenset(found)
 
 
 def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] | None = None) -> HybridCache:

@@ -22,6 +22,8 @@ class EngineConfig:
         max_model_len: number of tokens of a prompt and its answer, at most; None: what the model takes.
         adapter_memory: bytes of all LoRA adapters together, at most, as "256MiB" or a number; they come on top of the
             cache's memory. None: no limit.
+        prompt_templates: whether prompts may bring a chat template, which is a program that the engine runs: only where
+            you write all prompts yourself.
         enforce_eager: launch steps operation by operation; otherwise they are captured where that is possible: as CUDA
             graphs on a GPU, decode steps also as programs of compiled operations on a CPU.
         overlap: launch the next step before the results of this one are waited for. None: on a GPU, and on a CPU where
@@ -37,6 +39,7 @@ class EngineConfig:
     max_waiting: int | None = None
     max_model_len: int | None = None
     adapter_memory: int | str | None = None
+    prompt_templates: bool = False
     enforce_eager: bool = False
     overlap: bool | None = None
     audit: bool = False
@@ -47,7 +50,7 @@ class EngineConfig:
         if self.max_waiting is not None:
             value = checks.integer("EngineConfig: max_waiting", self.max_waiting, 1, remedy=", or None")
             self._set("max_waiting", value)
-        for name in ("enforce_eager", "audit"):
+        for name in ("prompt_templates", "enforce_eager", "audit"):
             self._set(name, checks.boolean(f"EngineConfig: {name}", getattr(self, name)))
         if self.overlap is not None:
             self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))

@@ -106,27 +106,28 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_tokens = sorted(end_tokens)
         self._wrapped: Any = None
-        self._compiled: dict[str, Any] = {}
+        self._compiled: dict[tuple[str, str], Any] = {}
 
-    def matcher(self, structured: Mapping[str, Any]) -> Matcher:
+    def matcher(self, structured: Mapping[str, Any], namespace: str) -> Matcher:
         """A matcher at the beginning of an answer.
 
         Args:
             structured: as `SamplingParams.structured`.
+            namespace: a grammar that is kept is used again within it alone.
 
         Raises:
             SamplingError: the schema, expression or grammar cannot be used.
             ArgumentError: llguidance is not installed, or cannot use the tokenizer.
         """
         library = _library()
-        text = json.dumps(dict(structured), sort_keys=True)
-        if text not in self._compiled:
+        wanted = namespace, json.dumps(dict(structured))  # the order of properties is that of the answer
+        if wanted not in self._compiled:
             if self._wrapped is None:
                 self._wrapped = self._wrap(library)
-            self._compiled[text] = self._compile(library, structured)
+            self._compiled[wanted] = self._compile(library, structured)
             while len(self._compiled) > MAX_GRAMMARS:
                 del self._compiled[next(iter(self._compiled))]
-        return Matcher(self._compiled[text].deep_copy())
+        return Matcher(self._compiled[wanted].deep_copy())
 
     def _wrap(self, library: ModuleType) -> Any:
         import llguidance.hf

@@ -170,7 +170,9 @@ class Engine:
             lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
-        self._request_builder = RequestBuilder(loaded, cache, self.adapters, self.config.max_model_len)
+        self._request_builder = RequestBuilder(
+            loaded, cache, self.adapters, self.config.max_model_len, self.config.prompt_templates
+        )
         self._fingerprint: Fingerprint | None = cache.tiers.fingerprint if cache.tiers is not None else None
         self._outputs = Outputs()
         self._numbers = count()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -18,7 +18,7 @@ from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, Samplin
 from hybrid.key import Key
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
-from hybrid.prompts.detokenizer import Detokenizer
+from hybrid.prompts.detokenizer import Detokenizer, control_tokens
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
 
@@ -89,13 +89,19 @@ class RequestBuilder:
         cache: the memory that they must fit into.
         adapters: that requests may name.
         max_model_len: tokens of prompt and answer, at most; None: what the model takes.
+        prompt_templates: whether prompts may bring chat templates.
 
     Raises:
         ArgumentError: `max_model_len` is more than the model takes.
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: HybridCache, adapters: Adapters, max_model_len: int | None = None
+        self,
+        loaded: LoadedModel,
+        cache: HybridCache,
+        adapters: Adapters,
+        max_model_len: int | None = None,
+        prompt_templates: bool = False,
     ) -> None:
         self._loaded = loaded
         self._cache = cache
@@ -107,9 +113,13 @@ class RequestBuilder:
                 f"{model.max_position_embeddings} tokens"
             )
         self._max_len: int = max_model_len or model.max_position_embeddings
-        limits = PromptLimits.of(self._max_len, model.vocab_size, cache.largest_request * config.page_size)
+        limits = PromptLimits.of(
+            self._max_len, model.vocab_size, cache.largest_request * config.page_size, prompt_templates
+        )
         self._grammars: Grammars | None = None
+        self._control: dict[int, str] = {}
         if loaded.tokenizer is not None:
+            self._control = control_tokens(loaded.tokenizer)
             self._grammars = Grammars(loaded.tokenizer, model.vocab_size, loaded.end_tokens)
         self._encoder = PromptEncoder(
             loaded.tokenizer,
@@ -119,16 +129,17 @@ class RequestBuilder:
             limits=limits,
         )
 
-    def encode(self, prompt: Prompt, truncate: int | None = None) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, truncate: int | None = None, namespace: str = "") -> EncodedPrompt:
         """The token ids and images of a prompt.
 
         Args:
             truncate: keep this many of the last tokens; -1: as many as the model takes; None: all.
+            namespace: of the cache.
 
         Raises:
             PromptError: the prompt has an unsupported form, or is too large.
         """
-        return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate)
+        return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate, namespace)
 
     def key(self, prompt: Prompt, namespace: str, adapter: str | None) -> Key:
         """The key under which a prompt is cached.
@@ -140,7 +151,8 @@ class RequestBuilder:
             ArgumentError: the namespace is not a string, or there is no adapter of that name.
             PromptError: the prompt has an unsupported form, or is too large.
         """
-        return self.encode(prompt).key(self.namespace_of(namespace, adapter))
+        space = self.namespace_of(namespace, adapter)
+        return self.encode(prompt, namespace=space).key(space)
 
     def namespace_of(self, namespace: str, adapter: str | None) -> str:
         """The cache's namespace of a caller's, with an adapter.
@@ -178,10 +190,12 @@ class RequestBuilder:
             )
         namespace = self.namespace_of(namespace, params.adapter)
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
-        encoded = self.encode(prompt, params.truncate_prompt_tokens)
+        encoded = self.encode(prompt, params.truncate_prompt_tokens, namespace)
         num_tokens = len(encoded.ids)
         if not encoded.ids:
             raise PromptError("the prompt is empty; give at least one token")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
         tokenizer = self._loaded.tokenizer
         if params.stop and tokenizer is None:
             raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
@@ -193,7 +207,7 @@ class RequestBuilder:
         requests = []
         for index in range(params.n):
             own, name = params_of(params, index), f"{request_id}/{index}" if index else request_id
-            continuation = self._continuation(own, encoded.ids, adapter)
+            continuation = self._continuation(own, encoded.ids, adapter, namespace)
             requests.append(
                 Request(name, encoded, own, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
             )
@@ -203,15 +217,24 @@ class RequestBuilder:
                 request.completions, request.is_fork = completions, request is not requests[0]
         return requests[0]
 
-    def _continuation(self, params: SamplingParams, prompt: list[int], adapter: Adapter | None) -> Continuation:
+    def _continuation(
+        self, params: SamplingParams, prompt: list[int], adapter: Adapter | None, namespace: str
+    ) -> Continuation:
         """Return how the tokens of an answer are decoded, constrained and adapted."""
         tokenizer = self._loaded.tokenizer
         text = None
         if tokenizer is not None and params.detokenize:
-            text = Detokenizer(tokenizer, tuple(params.stop), params.min_tokens)
-        return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None, adapter)
+            text = Detokenizer(
+                tokenizer,
+                tuple(params.stop),
+                params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+                control=self._control,
+            )
+        constraints = self._constraints(params, prompt, namespace) if are_needed(params) else None
+        return Continuation(text, constraints, adapter)
 
-    def _constraints(self, params: SamplingParams, prompt: list[int]) -> Constraints:
+    def _constraints(self, params: SamplingParams, prompt: list[int], namespace: str) -> Constraints:
         """Return the constraints on the logits of an answer.
 
         Raises:
@@ -219,11 +242,6 @@ class RequestBuilder:
             SamplingError: the grammar of a structured answer cannot be used.
         """
         vocab_size, tokenizer = self._loaded.model.config.vocab_size, self._loaded.tokenizer
-        outside = next((token for token in params.logit_bias if token >= vocab_size), None)
-        if outside is not None:
-            raise PromptError(
-                f"logit_bias: token {outside} is outside the vocabulary: ids go from 0 to {vocab_size - 1}"
-            )
         if params.bad_words and tokenizer is None:
             raise PromptError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._loaded.end_tokens)}
@@ -231,12 +249,23 @@ class RequestBuilder:
             words = [ids for word in params.bad_words for ids in spellings(tokenizer, word)]
         except PromptError as error:
             raise PromptError(f"bad_words: {error}") from None
+        for word in words:
+            self._check_ids("bad_words", word)
         matcher = None
         if params.structured is not None:
             if self._grammars is None:
                 raise PromptError("structured output needs a tokenizer, and this checkpoint has none")
-            matcher = self._grammars.matcher(params.structured)
+            matcher = self._grammars.matcher(params.structured, namespace)
         return Constraints(params, prompt, frozenset(token for token in ends if token < vocab_size), words, matcher)
+
+    def _check_ids(self, name: str, tokens: Iterable[int]) -> None:
+        """Refuse token ids beyond the logits, which a pass would look up: those of a parameter, or of its words."""
+        vocab_size = self._loaded.model.config.vocab_size
+        outside = next((token for token in tokens if token >= vocab_size), None)
+        if outside is not None:
+            raise PromptError(
+                f"{name}: token {outside} is outside the vocabulary: ids go from 0 to {vocab_size - 1}; leave it out"
+            )
 
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request

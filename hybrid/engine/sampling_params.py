@@ -104,6 +104,8 @@ class SamplingParams:
             and a row of logits. They must be pure: a token may be sampled again after a failure.
         truncate_prompt_tokens: keep this many of the last tokens of a longer prompt; -1: as many as the model takes.
         detokenize: decode the answer; otherwise `text` is empty.
+        skip_special_tokens: leave the names of control tokens out of the text. Stop texts are searched for among them
+            all the same: `stop="<|im_start|>"` ends an answer where the token stands.
         structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
             True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
             follow, or with an end-of-text token where it may end. None: any answer.
@@ -140,6 +142,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] = ()
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
     structured: Mapping[str, Any] | None = field(default=None, hash=False)
     n: int = 1
     prompt_logprobs: int | None = None
@@ -183,6 +186,7 @@ class SamplingParams:
             "stop_token_ids": _integers("stop_token_ids", self.stop_token_ids, 0, "token ids"),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
             "detokenize": _boolean("detokenize", self.detokenize),
+            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
             "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
             "checkpoint_at": _integers("checkpoint_at", self.checkpoint_at, -MAX_INT, "positions in tokens"),
             "pin_for": None if self.pin_for is None else _seconds(self.pin_for),

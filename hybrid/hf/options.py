@@ -38,6 +38,10 @@ REFUSED = {
 }
 """Options that are refused when they are set, with the reason."""
 
+PLAIN = ("dynamic", "hybrid")
+"""Kinds of caches that are as none: "hybrid" stands in the configurations of older models, and transformers ignores
+it."""
+
 PASSED_ON = ("attention_mask", "tokenizer", "logits_to_keep")
 """Arguments that are not in transformers' generation config, and that `model.generate` gets as they are."""
 
@@ -284,7 +288,8 @@ def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
     for name, reason in REFUSED.items():
         value = option(model, options, name)
-        if value is not None and value is not False and (name, value) != ("cache_implementation", "dynamic"):
+        is_ignored = name == "cache_implementation" and value in PLAIN
+        if value is not None and value is not False and not is_ignored:
             raise ArgumentError(f"generate: {name}: {reason}")
     if option(model, options, "use_cache") is False:
         raise ArgumentError("generate: use_cache=False leaves nothing to reuse; call model.generate instead")

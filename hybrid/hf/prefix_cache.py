@@ -150,6 +150,7 @@ class PrefixCache:
         self._images = Images(self._model)
         self.explanations: tuple[Explanation, ...] = ()
         self._installed: MethodType | None = None
+        self._reasons: set[str] = set()  # why calls were left to the model, as far as it was said
         self._allocate(layout)
 
     def _replace_memory(self, layout: Layout) -> None:
@@ -248,7 +249,8 @@ class PrefixCache:
 
     def install(self, speculation: SpeculationConfig | str | None = None) -> None:
         """Make the model's own `generate` use this cache, until `uninstall`: pipelines and chat loops then need no
-        change. Calls with options that cannot work with a prefix cache run without it.
+        change. Calls with options that cannot work with a prefix cache run without it: a warning says why, once for
+        each reason, and `explanations` have it.
 
         The model refers to this cache meanwhile. A copy of the model does not use it.
 
@@ -271,12 +273,22 @@ class PrefixCache:
                 return type(called).generate(called, inputs, **options)
             try:
                 call = self._read(inputs, options)
-            except ArgumentError:
+            except ArgumentError as error:
+                self._leave_alone(inputs, options, str(error))
                 return self._model.generate(inputs, **options)
             return self._run(call, "", config, start)
 
         model.generate = MethodType(generate, model)
         self._installed = model.generate
+
+    def _leave_alone(self, inputs: Any, options: Mapping[str, Any], reason: str) -> None:
+        """Say that a call runs without the cache, and why: each reason is warned of once."""
+        prompts = inputs if inputs is not None else options.get("input_ids")
+        count, asked = prompts.shape if isinstance(prompts, Tensor) and prompts.ndim == 2 else (1, 0)
+        self.explanations = (Explanation(asked, 0, 0, f"left to the model's own generate: {reason}"),) * count
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            warnings.warn(f"install: this call runs without the cache: {reason}", RuntimeWarning, stacklevel=3)
 
     def uninstall(self) -> None:
         """Give the model its own `generate` back. Without `install` before, nothing happens."""

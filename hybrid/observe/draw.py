@@ -43,6 +43,17 @@ def draw(snapshot: Snapshot, path: str | Path | None = None, decode: Decode | No
 
 LEGEND = "● checkpoint   ○ tombstone (pages, no checkpoint)   ⚿ number of locks (pages, state)"
 
+IN_ASCII = str.maketrans(
+    {"●": "*", "○": "o", "⚿": "#", "└": "`", "├": "|", "│": "|", "─": "-", "“": '"', "”": '"', "…": "...", "×": "x"}
+)
+"""The characters of pictures where only ASCII can be shown: checkpoint and tombstone stay apart."""
+
+
+def in_ascii(text: str) -> str:
+    """A text for a terminal that has ASCII alone; a character without another form is a question mark."""
+    return text.translate(IN_ASCII).encode("ascii", "replace").decode()
+
+
 MIN_SNIPPET = 12
 """Characters of text that are shown, at least."""
 

@@ -7,7 +7,7 @@ for and however long they are.
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -93,23 +93,27 @@ class StopTexts:
                 self._matched[child] = self._matched[child] or self._matched[self._fallbacks[child]]
 
 
-@lru_cache(maxsize=32)
-def stop_texts(texts: tuple[str, ...]) -> StopTexts:
-    """The automaton for these texts; those of recent requests are kept."""
-    return StopTexts(texts)
-
-
 MAX_PENDING = 32
 """Tokens without text of their own after which the first of them are decoded: a character has up to four."""
+
+
+def control_tokens(tokenizer: Any) -> dict[int, str]:
+    """The names of a tokenizer's control tokens, which its texts leave out, by their ids."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {token: entry.content for token, entry in added.items() if entry.special}
 
 
 class Detokenizer:
     """The text of an answer, updated token by token, and cut at the first stop text.
 
+    Stop texts are searched for in the text with the names of control tokens, whether or not the text leaves them out.
+
     Args:
         tokenizer: a fast tokenizer of transformers.
         stop: texts that end the answer. Of several, the one whose last character comes first counts.
         min_tokens: the text of this many tokens at the beginning of the answer is not searched for them.
+        skip_special_tokens: leave the names of control tokens out of the text.
+        control: these names by token; None: those of the tokenizer.
 
     Attributes:
         text: the part of the answer that no later token can change. It only grows.
@@ -117,19 +121,35 @@ class Detokenizer:
         num_kept: number of tokens of the answer before the stop text; 0 until one was found.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        *,
+        skip_special_tokens: bool = True,
+        control: Mapping[int, str] | None = None,
+    ) -> None:
         self.text: str = ""
         self.stopped: bool = False
         self.num_kept: int = 0
         self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = stop_texts(stop) if stop else None
+        self._skips = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stop = StopTexts(stop) if stop else None
         self._state = 0
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._pending: list[int] = []  # the last tokens, while they have no text
-        self._ends: list[int] = []  # length of the decoded text after each token
         self._decoded = ""
+        self._left_out: Mapping[int, str] = {}  # names that are searched, and are not in the text
+        if stop and skip_special_tokens:
+            self._left_out = control_tokens(tokenizer) if control is None else control
+        # places in what is searched: the text, and the names that it leaves out
+        self._num_searched = 0
+        self._ends: list[int] = []  # after each token
+        self._names: list[tuple[int, int]] = []  # from where to where a name stands
+        self._num_left_out = 0  # characters of all of these
 
     def append(self, token: int) -> bool:
         """Add a token.
@@ -141,8 +161,9 @@ class Detokenizer:
         piece = self._step(token)
         if len(self._pending) >= MAX_PENDING:
             piece = self._decode_pending()
-        self._ends.append(len(self._decoded) + len(piece))
-        return self._extend(piece)
+        name = self._left_out.get(token, "")
+        self._ends.append(self._num_searched + len(piece) + len(name))
+        return self._extend(piece) or bool(name and self._extend(name, left_out=True))
 
     def finish(self) -> None:
         """End the answer: text that was held back, as the beginning of a stop text or of a character, is part of it."""
@@ -160,7 +181,7 @@ class Detokenizer:
         for cut in range(len(pending) - 4, len(pending) - 8, -1):
             first, rest = self._decode(pending[:cut]), pending[cut:]
             if first + self._decode(rest) == self._decode(pending):
-                self._pending, self._stream = [], DecodeStream(skip_special_tokens=True)
+                self._pending, self._stream = [], DecodeStream(skip_special_tokens=self._skips)
                 return first + "".join(map(self._step, rest))
         return ""
 
@@ -172,23 +193,39 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=True)
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skips)
         return text
 
-    def _extend(self, piece: str) -> bool:
-        """Add decoded text. Returns whether it completed a stop text; else `text` is extended as far as is certain."""
-        before = len(self._decoded)
-        self._decoded += piece
+    def _extend(self, piece: str, left_out: bool = False) -> bool:
+        """Add decoded text, or a name that the text leaves out. Returns whether it completed a stop text; else `text`
+        is extended as far as is certain."""
+        before = self._num_searched
+        self._num_searched += len(piece)
+        if left_out:
+            self._names.append((before, self._num_searched))
+            self._num_left_out += len(piece)
+        else:
+            self._decoded += piece
         if self._stop is None or len(self._ids) <= self._min_tokens:
             self.text = self._decoded
             return False
         self._state, found = self._stop.find(piece, self._state)
         if found is None:
-            self.text = self._decoded[: len(self._decoded) - self._stop.num_held(self._state)]
+            self.text = self._text_up_to(self._num_searched - self._stop.num_held(self._state))
             return False
-        self.text = self._decoded[: before + found.start]
+        cut = before + found.start
+        self.text = self._text_up_to(cut)
         self.stopped = True
         # a token without text of its own is the beginning of a character, and counts to the token that ends it
         ends = enumerate(pairwise([0, *self._ends]), start=1)
-        self.num_kept = max((n for n, (start, end) in ends if start < end <= len(self.text)), default=0)
+        self.num_kept = max((n for n, (start, end) in ends if start < end <= cut), default=0)
         return True
+
+    def _text_up_to(self, at: int) -> str:
+        """The text before a place in what is searched. Few names stand after it."""
+        num_left_out = self._num_left_out
+        for start, end in reversed(self._names):
+            if end <= at:
+                break
+            num_left_out -= end - max(start, at)
+        return self._decoded[: at - num_left_out]

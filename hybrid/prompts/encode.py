@@ -69,8 +69,11 @@ class ImageEncoder(Protocol):
         """
         ...
 
-    def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
+    def embed(self, image: Any, namespace: str) -> tuple[Tensor, tuple[int, int], bytes]:
         """Embed an image.
+
+        Args:
+            namespace: embeddings that are kept are used again within it alone.
 
         Returns:
             `[N, hidden_size]` embeddings, the (rows, columns) of their N positions, and a hash of the image's content.
@@ -106,23 +109,26 @@ class PromptLimits:
         max_tokens: a prompt has fewer tokens than this: that of the model, the answer included.
         vocab_size: token ids are smaller than this.
         max_text_bytes: bytes of a text, in UTF-8.
+        templates: whether a prompt may bring a chat template, which is a program of its sender.
     """
 
     max_tokens: int = 2**31 - 1
     vocab_size: int = 2**31 - 1
     max_text_bytes: int = 2**31 - 1
+    templates: bool = False
 
     @classmethod
-    def of(cls, max_tokens: int, vocab_size: int, max_request: int) -> PromptLimits:
+    def of(cls, max_tokens: int, vocab_size: int, max_request: int, templates: bool = False) -> PromptLimits:
         """The limits of an engine. A text has up to `BYTES_PER_TOKEN` bytes for each token of the largest request.
 
         Args:
             max_tokens: of prompt and answer, for the model.
             vocab_size: of the model.
             max_request: tokens of the largest request that the cache can hold.
+            templates: whether a prompt may bring a chat template.
         """
         max_text_bytes = BYTES_PER_TOKEN * min(max_tokens, max_request)
-        return cls(max_tokens=max_tokens, vocab_size=vocab_size, max_text_bytes=max_text_bytes)
+        return cls(max_tokens=max_tokens, vocab_size=vocab_size, max_text_bytes=max_text_bytes, templates=templates)
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a prompt by its number of tokens."""
@@ -141,6 +147,22 @@ class PromptLimits:
             raise PromptError(f"token id {shown} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
         return ids
 
+    def check_template(self, template: object, own: object) -> None:
+        """Refuse a chat template that comes with a prompt, unless it is the name of one of the tokenizer's.
+
+        Args:
+            template: of the prompt; None: it brings none.
+            own: the tokenizer's, or several by name.
+        """
+        names = tuple(own) if isinstance(own, Mapping) else ()
+        if template is None or self.templates or (isinstance(template, str) and template in names):
+            return
+        raise PromptError(
+            "chat_template: a template is a program, and prompts may come from anyone: it is not run. Leave it out for "
+            f"the checkpoint's{', or name one of ' + shown(names) if names else ''}; where only you write prompts, "
+            "EngineConfig(prompt_templates=True) allows it"
+        )
+
     def check_text(self, num_bytes: int) -> None:
         """Refuse a text by its size."""
         if num_bytes > self.max_text_bytes:
@@ -152,8 +174,8 @@ class PromptLimits:
             )
 
 
-NO_LIMITS = PromptLimits()
-"""Limits only of the types."""
+NO_LIMITS = PromptLimits(templates=True)
+"""Limits only of the types, for prompts of our own."""
 
 
 class PromptEncoder:
@@ -182,12 +204,13 @@ class PromptEncoder:
         self._page_size = page_size
         self._limits = limits
 
-    def encode(self, prompt: Prompt, truncate: int | None = None) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, truncate: int | None = None, namespace: str = "") -> EncodedPrompt:
         """Encode a prompt and the images in it.
 
         Args:
             prompt: in any form.
             truncate: keep this many of the last tokens; None: all.
+            namespace: of the cache; what is kept of an image is used again within it alone.
 
         Raises:
             PromptError: the prompt has an unsupported form, is too large, or has images and there is no image encoder.
@@ -204,7 +227,7 @@ class PromptEncoder:
             ids = encode(self._tokenizer, prompt, self._limits)
             if not images or self._image_encoder is None:
                 return EncodedPrompt(ids)
-            prompt = embed_images(ids, images, self._image_encoder, self._limits)
+            prompt = embed_images(ids, images, self._image_encoder, self._limits, namespace)
         self._limits.check_tokens(len(prompt.token_ids))
         whole = _integers(prompt.token_ids)
         if whole is None:
@@ -243,7 +266,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [many] if many and (is_integer(many[0]) or _is_message(many[0])) else many
 
 
-def embed_images(ids: list[int], images: list[Any], image_encoder: ImageEncoder, limits: PromptLimits) -> ImagePrompt:
+def embed_images(
+    ids: list[int], images: list[Any], image_encoder: ImageEncoder, limits: PromptLimits, namespace: str
+) -> ImagePrompt:
     """Embed images: each placeholder in the ids becomes the positions of its image.
 
     Rotary positions are those of Qwen's models: a text counts up in all three rows. All positions of an image have the
@@ -271,7 +296,7 @@ def embed_images(ids: list[int], images: list[Any], image_encoder: ImageEncoder,
         positions.append(torch.arange(next_position, next_position + end - read).expand(3, -1))
         next_position, read = next_position + end - read, end + 1
         if image is not None:
-            embeddings, (rows, columns), content = image_encoder.embed(image)
+            embeddings, (rows, columns), content = image_encoder.embed(image, namespace)
             embedded.append(Image(len(tokens), embeddings, PixelHash(content)))
             tokens += [placeholder] * (rows * columns)
             row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -314,6 +339,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
     options = chat.template_options(prompt)
+    limits.check_template(options.get("chat_template"), tokenizer.chat_template)
     limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
     control, marks = (chat.ControlTokens(tokenizer) if split else None), {}

@@ -9,6 +9,7 @@ in their places, as a text in which control tokens mean nothing.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,13 +52,30 @@ def _checked(name: str, message: Any) -> Message:
         for number, part in enumerate(content):
             _check_part(f"{name}, part {number}", part)
         if all(part["type"] == "text" for part in content):
-            return {**message, "content": "".join(part["text"] for part in content)}
+            message = {**message, "content": "".join(part["text"] for part in content)}
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise PromptError(
             f"{name} must have a content, a text or a list of parts as {{'type': 'text', 'text': ...}}; got "
             f"{shown(content)}"
         )
+    if isinstance(calls := message.get("tool_calls"), list):
+        return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
     return message
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call of a tool with its arguments as a dict, which templates expect: in OpenAI's form they are JSON text."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _with_arguments(function)}
+    if not isinstance(text := call.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):  # a model wrote it: it stays the text that it is
+        return call
+    return {**call, "arguments": found} if isinstance(found, dict) else call
 
 
 def joined(messages: list[Message]) -> list[Message]:

@@ -588,3 +588,13 @@ def test_garbage_is_looked_for_as_before_once_a_check_has_ended() -> None:
         raise KeyboardInterrupt
     assert rarely[0] > before[0]
     assert gc.get_threshold() == before
+
+
+def test_a_terminal_with_ascii_alone_shows_checkpoints_and_tombstones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["tree"]) == 0
+    sys.stdout.flush()
+    shown = raw.getvalue().decode("ascii")
+    assert "* checkpoint   o tombstone" in shown
+    assert re.search(r"^`- .* \d*\*", shown, re.MULTILINE)

@@ -1,6 +1,7 @@
 """The options of requests: what each does, and that hits, overlap and retraction do not change its answers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 import hybrid
-from hybrid import Engine, PromptError, SamplingError, SamplingParams
+from hybrid import Engine, EngineConfig, PromptError, SamplingError, SamplingParams
+from hybrid.engine.build import generation_defaults
 from hybrid.engine.constraints import Constraints, Edits
 from hybrid.engine.sampler import NO_TOKEN, choose
+from hybrid.models.loading import open_checkpoint
+from hybrid.prompts.encode import load_tokenizer
 from support.engines import (
     GRID,
     answer,
@@ -243,7 +247,13 @@ def test_the_chat_template_gets_tools_and_variables(copy: Path) -> None:
     assert text_of(tools=[{"name": "look"}]) == "hi;<look>:"
     assert text_of(chat_template_kwargs={"enable_thinking": False}) == "hi;quiet:"
     assert text_of(add_generation_prompt=False) == "hi;"
-    assert text_of(chat_template="{{ messages[0]['role'] }}") == "user"
+    own = "{{ messages[0]['role'] }}"
+    for more in ({"chat_template": own}, {"chat_template_kwargs": {"chat_template": own}}):
+        with pytest.raises(PromptError, match="prompt_templates=True"):
+            text_of(**more)
+        allowed = engine.with_cache(engine.cache.config, config=EngineConfig(prompt_templates=True))
+        output = answer(allowed, {"messages": messages, **more}, greedy(1))
+        assert engine.tokenizer.decode(output.prompt_token_ids) == "user"
 
 
 def test_a_long_prompt_is_truncated_to_its_last_tokens(tiny: Engine) -> None:
@@ -257,8 +267,6 @@ def test_a_long_prompt_is_truncated_to_its_last_tokens(tiny: Engine) -> None:
 
 
 def test_the_length_of_prompt_and_answer_can_be_limited(tiny: Engine) -> None:
-    from dataclasses import replace
-
     config = hybrid.CacheConfig(page_size=GRID, chunk_size=GRID)
     engine = tiny.with_cache(config, size=(64, 8), config=replace(tiny.config, max_model_len=50))
     output = answer(engine, ids(40), greedy(30))
@@ -347,3 +355,71 @@ def test_arrays_and_numbers_of_numpy_are_lists_and_numbers() -> None:
     assert params.stop_token_ids == (3, 4)
     assert params.logit_bias == {3: 0.5}
     assert type(params.truncate_prompt_tokens) is int
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stop_token_ids": [1024]},
+        {"logit_bias": {1024: 1.0}},
+        {"logit_bias": {3: 1.0, 10**6: 1.0}},
+        {"bad_words": ["strange"]},
+    ],
+    ids=str,
+)
+def test_a_token_beyond_the_logits_is_refused_when_its_request_is_added(
+    tiny: Engine, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the tokenizer makes of a text, which may have more tokens than the model."""
+    engine = engine_on(tiny)
+    monkeypatch.setattr("hybrid.engine.request_builder.spellings", lambda tokenizer, word: [[3, 1600]])
+    with pytest.raises(PromptError, match=f"{next(iter(more))}: token .* outside the vocabulary"):
+        engine.add_request([5, 6], greedy(2, **more))
+    assert not engine.has_work
+
+
+def stored(copy: Path, name: str, **changes: Any) -> None:
+    """Write entries into a file of a checkpoint; None removes one."""
+    file = copy / name
+    entries = {**(json.loads(file.read_text()) if file.exists() else {}), **changes}
+    file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
+
+
+def test_end_tokens_are_those_of_all_files_together(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Chat models whose generation config is absent, or names the end of a text alone, end turns by the tokenizer's."""
+    config, tokenizer = open_checkpoint(copy).config, load_tokenizer(copy)
+    end = tokenizer.eos_token_id
+    caplog.set_level("INFO", "hybrid.engine.build")
+    for stated, own, found in ((None, None, {end}), ([0], 5, {0, 5, end}), (0, [5, 6], {0, 5, 6, end})):
+        stored(copy, "generation_config.json", eos_token_id=stated)
+        config.eos_token_id = own
+        assert generation_defaults(copy, config, tokenizer)[0] == found
+        assert f"{end} (the tokenizer" in caplog.text
+    config.eos_token_id = None
+    stored(copy, "generation_config.json", eos_token_id=None)
+    assert generation_defaults(copy, config, None)[0] == frozenset()
+    assert "names no end token" in caplog.text
+    assert Engine.from_pretrained(copy, cache=hybrid.CacheConfig(memory="8MiB")).loaded.end_tokens >= {end}
+
+
+def test_a_top_k_of_minus_one_is_all_tokens(copy: Path) -> None:
+    stored(copy, "generation_config.json", do_sample=True, top_k=-1)
+    assert generation_defaults(copy, open_checkpoint(copy).config)[1].top_k == 0
+
+
+def test_a_stop_text_may_be_a_control_token(copy: Path) -> None:
+    engine = Engine.from_pretrained(copy, device="cpu", cache=hybrid.CacheConfig(memory="8MiB", page_size=16))
+    name, start = "<|im_start|>", engine.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    for stop, at in ((name, 2), (f"{name}us", 2), ("zz", None)):
+        letters = engine.tokenizer("abuser").input_ids
+        wanted = [*letters[:2], start, *letters[2:], *letters, *letters]
+
+        def said(answer: list[int], logits: torch.Tensor, wanted: list[int] = wanted) -> torch.Tensor:
+            return torch.full_like(logits, -9.0).index_fill(0, torch.tensor(wanted[len(answer)]), 9.0)
+
+        params = SamplingParams(max_new_tokens=9, ignore_eos=True, logits_processors=[said], stop=stop)
+        output = answer(engine, [5, 6], params)
+        text = engine.tokenizer.decode(wanted[: at or 9], skip_special_tokens=True)
+        assert (output.text, output.finish_reason) == (text, "length" if at is None else "stop")
+        shown = answer(engine, [5, 6], replace(params, stop=(), skip_special_tokens=False))
+        assert shown.text == engine.tokenizer.decode(wanted[:9])

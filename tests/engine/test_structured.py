@@ -123,7 +123,7 @@ def test_asking_along_a_path_of_drafts_changes_nothing(tiny: Engine) -> None:
     params = SamplingParams(structured=form)
 
     def constraints() -> Constraints:
-        return Constraints(params, [], frozenset(), (), grammars.matcher(form))
+        return Constraints(params, [], frozenset(), (), grammars.matcher(form, ""))
 
     asked, walked = constraints(), constraints()
     for n, token in enumerate(path):

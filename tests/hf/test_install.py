@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,30 @@ def test_a_deleted_cache_is_freed_at_once(model: Any) -> None:
         assert memory() is None
     finally:
         gc.enable()
+
+
+def test_a_call_that_is_left_alone_says_why(model: Any) -> None:
+    cache = cache_on(model)
+    cache.install()
+    for option, words in (
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_attentions": True}, "output_attentions"),
+    ):
+        with pytest.warns(RuntimeWarning, match=f"runs without the cache.*{words}"):
+            model.generate(ids(20), **greedy(), **option)
+        assert words in cache.explanations[0].reason and cache.explanations[0].asked == 20
+        with warnings.catch_warnings(action="error", category=RuntimeWarning):
+            model.generate(ids(20), **greedy(), **option)  # each reason is warned of once
+    cache.uninstall()
+
+
+def test_a_cache_that_only_the_configuration_names_is_ignored_as_by_transformers(model: Any) -> None:
+    expected = model.generate(ids(70), **greedy())
+    model.generation_config.cache_implementation = "hybrid"
+    cache = cache_on(model)
+    assert_close(cache.generate(ids(70), **greedy()), expected)
+    cache.install()
+    assert_close(model.generate(ids(70), **greedy()), expected)
+    assert cache.explanations[0].usable_hit == 64
+    cache.uninstall()
+    assert model.generation_config.cache_implementation == "hybrid"

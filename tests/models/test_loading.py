@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import hybrid
 from hybrid.models.loading import load_model, open_checkpoint
@@ -101,9 +102,23 @@ def test_of_a_vision_language_checkpoint_the_text_model_is_taken(tied: bool, tmp
     assert_same_parameters(load(path), expected)
 
 
-def test_a_head_that_is_stored_although_it_is_tied_is_ignored(checkpoint: Path, copy: Path) -> None:
-    edit_weights(copy, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 64)}))
-    assert_same_parameters(load(copy), load(checkpoint))
+def test_a_head_that_is_stored_although_it_is_tied_and_is_the_embedding_is_tied(checkpoint: Path, copy: Path) -> None:
+    edit_weights(copy, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    model = load(copy)
+    assert_same_parameters(model, load(checkpoint))
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_head_that_is_stored_although_it_is_tied_and_differs_is_used_as_by_transformers(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = torch.randn(320, 64)
+    edit_weights(copy, lambda tensors: tensors.update({"lm_head.weight": head}))
+    model, theirs = load(copy), AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    assert same_bits(model.lm_head.weight, head) and same_bits(theirs.lm_head.weight.detach(), head)
+    assert not same_bits(model.model.embed_tokens.weight, head)
+    assert not model.config.tie_word_embeddings  # the digest of the model knows
+    assert "differs from the embedding" in caplog.text
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

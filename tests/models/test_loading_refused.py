@@ -194,3 +194,20 @@ def test_a_damaged_tokenizer_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(hybrid.CheckpointError, match="tokenizer"):
         hybrid.Engine.from_pretrained(copy, device="cpu", cache=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits"),
+        ({"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8 with one factor per tensor"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"group_size": 64, "bits": 4}, "MLX, 4 bits"),
+    ],
+)
+def test_quantized_weights_are_refused_by_their_method_with_the_way_out(
+    copy: Path, quantization: dict[str, Any], name: str
+) -> None:
+    edit_config(copy, quantization_config=quantization)
+    refused(copy, name, "in bfloat16 or float32", "load_dtype=", error=hybrid.UnsupportedModelError)

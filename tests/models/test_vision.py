@@ -155,23 +155,30 @@ def test_embeddings_and_positions_that_are_given_are_used_as_they_are(theirs: An
 
 def test_an_image_is_embedded_with_the_same_bits_whoever_asks_and_in_any_size(path: Path) -> None:
     towers = [VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu")) for _ in range(2)]
-    towers[1].embed(picture(1, 200, 100))
+    towers[1].embed(picture(1, 200, 100), "")
     for size in ((40, 56), (41, 57), (9, 9), (300, 100)):
-        (one, grid, content), (two, _, _) = (tower.embed(picture(7, *size)) for tower in towers)
+        (one, grid, content), (two, _, _) = (tower.embed(picture(7, *size), "") for tower in towers)
         assert same_bits(one, two)
         assert one.shape == (grid[0] * grid[1], 64)
         assert grid[0] * grid[1] * 64 <= 4096
-        assert content != towers[0].embed(picture(8, *size))[2]
+        assert content != towers[0].embed(picture(8, *size), "")[2]
+
+
+def test_embeddings_are_kept_for_their_namespace_alone(path: Path) -> None:
+    tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
+    kept = [tower.embed(picture(1), namespace)[0] for namespace in ("a", "a", "b", "a", "b")]
+    assert kept[0] is kept[1] is kept[3] and kept[2] is kept[4]
+    assert kept[0] is not kept[2] and same_bits(kept[0], kept[2])
 
 
 def test_images_of_pillow_are_their_pixels(path: Path) -> None:
     tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
     pixels = picture(0, 41, 57)
-    content = tower.embed(pixels)[2]
+    content = tower.embed(pixels, "")[2]
     image = fromarray(pixels)
-    assert tower.embed(image)[2] == tower.embed(torch.from_numpy(pixels))[2] == content
+    assert tower.embed(image, "")[2] == tower.embed(torch.from_numpy(pixels), "")[2] == content
     image.putalpha(255)
-    assert tower.embed(image)[2] == content
+    assert tower.embed(image, "")[2] == content
     assert tower.patches(image.convert("L"))[1] == tower.patches(pixels)[1]
 
 
@@ -185,7 +192,7 @@ def test_without_pillow_images_are_refused_with_the_remedy(path: Path, monkeypat
     tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
     monkeypatch.setitem(sys.modules, Qwen2VLImageProcessorPil.__module__, None)
     with pytest.raises(hybrid.PromptError, match="pip install"):
-        tower.embed(picture(0))
+        tower.embed(picture(0), "")
 
 
 def with_images(*images: hybrid.Image) -> hybrid.ImagePrompt:

@@ -239,3 +239,28 @@ def test_an_answer_takes_no_longer_with_the_longest_stop_texts(stop: tuple[str, 
     """The search that began anew with every token took a second for four tokens and 200,000 characters."""
     short = lines_of(tokenizer, ("b",), 2000)
     assert lines_of(tokenizer, stop, 2000) <= 1.5 * short
+
+
+@given(data=st.data())
+def test_stop_texts_are_searched_among_the_names_of_control_tokens_too(data: Any, tokenizer: Any) -> None:
+    """The text is what stands before the first stop text in the answer with all names, without those names."""
+    ids = [
+        token
+        for word in data.draw(st.lists(st.sampled_from([*SPECIAL, "a", "user\n", "日", "b"]), max_size=12))
+        for token in tokenizer(word, add_special_tokens=False).input_ids
+    ]
+    stop = tuple(data.draw(st.lists(st.sampled_from([*SPECIAL, f"{SPECIAL[1]}user", "ab", "|>", f"a{SPECIAL[0]}b"]))))
+    stream, pieces = told(tokenizer, ids, stop)
+    whole = tokenizer.decode(ids)
+    places = [(whole.find(text) + len(text), -len(text)) for text in stop if text in whole]
+    assert stream.stopped == bool(places)
+    before = whole[: sum(min(places))] if places else whole
+    for name in SPECIAL:
+        before = before.replace(name, "")
+    if not (places and any(before.endswith(name[:size]) for name in SPECIAL for size in range(1, len(name)))):
+        assert "".join(pieces) == stream.text == before
+    shown = Detokenizer(tokenizer, stop, skip_special_tokens=False)
+    shown_stops = [shown.append(token) for token in ids[: len(pieces) - 1]]
+    assert any(shown_stops) == stream.stopped
+    shown.finish()
+    assert shown.text == (whole[: sum(min(places))] if places else whole)

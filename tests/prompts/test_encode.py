@@ -274,7 +274,7 @@ class Eye:
     def num_positions(self, image: Any) -> int:
         return self.count
 
-    def embed(self, image: Any) -> tuple[torch.Tensor, tuple[int, int], bytes]:
+    def embed(self, image: Any, namespace: str) -> tuple[torch.Tensor, tuple[int, int], bytes]:
         self.num_embedded += 1
         return torch.full((self.count, 4), float(image)), (1, self.count), bytes(16)
 
@@ -344,3 +344,17 @@ def test_a_tokenizer_file_that_is_too_large_is_refused_before_it_is_read(tmp_pat
         file.truncate(MAX_TOKENIZER_BYTES + 1)  # a hole: it takes no space
     with pytest.raises(CheckpointError, match=f"{name} has {MAX_TOKENIZER_BYTES + 1} bytes"):
         load_tokenizer(tmp_path)
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def test_arguments_of_calls_as_openai_writes_them_are_dicts_for_the_template(tokenizer: Any) -> None:
+    template = "{% for c in messages[1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    for given, seen in (('{"b": 1, "a": [2]}', '{"b": 1, "a": [2]}'), ({"b": 1}, '{"b": 1}'), ("", "{}"), ("{", '"{"')):
+        prompt: Any = {"messages": called(given), "chat_template": template}
+        assert tokenizer.decode(encode(tokenizer, prompt)) == seen
+    deep = "[" * 100_000
+    assert tokenizer.decode(encode(tokenizer, {"messages": called(deep), "chat_template": template})) == f'"{deep}"'
