@@ -172,6 +172,24 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser, otherwise="that of the file; only check runs a model")
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid doctor`."""
+    add = parser.add_argument
+    text = "files of logged requests, one a line; or: anonymize FILE; or: watch URL [FILE...]"
+    add("traffic", metavar="TRAFFIC", nargs="+", help=text)
+    text = "whose sizes: a config.json, its folder, a hub id, 'tiny', or bytes per token and of a state, 32768,51511296"
+    add("--model", default="32768,51511296", help=f"{text} (default: these, of a Qwen3.5 with 4B parameters)")
+    add("--memory", action="append", help="bytes of the cache, '24GiB'; may be repeated (default: 24GiB)")
+    text = "vllm, hybrid, lru or marconi; may be repeated; the first is explained (default: vllm and hybrid)"
+    add("--engine", action="append", choices=("vllm", "hybrid", "lru", "marconi"), metavar="NAME", help=text)
+    add("--tokenizer", metavar="MODEL", help="folder or hub id that makes tokens of texts (default: about, by words)")
+    add("--out", metavar="FILE", help="write a page for a browser; of anonymize: the file of hashes")
+    add("--no-cures", action="store_true", help="do not replay what may help")
+    add("--prefill-rate", type=seconds, metavar="N", help="tokens of prompts that are computed per second, for times")
+    add("--price", type=seconds, metavar="P", help="of a million tokens of prompts that are computed, for costs")
+    add("--within", type=seconds, default=5.0, help="points that watch allows between server and replay (default: 5)")
+
+
 def add_parity(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid parity`."""
     parser.add_argument("--model", default="tiny", help=MODEL_HELP)
@@ -244,6 +262,17 @@ COMMANDS: tuple[Command, ...] = (
             "is compared with its checksum; --fix drops what is wrong."
         ),
         add_arguments=add_cache,
+    ),
+    Command(
+        name="doctor",
+        help="replay logged traffic on engines' schedulers: what hits, what does not, and why",
+        description=(
+            "Replay the requests of a log on models of the schedulers of vLLM and of this package, without a model and "
+            "without a GPU, and say how many tokens of prompts hit, where all others went, and what would change it, "
+            "each change replayed. `anonymize FILE` writes salted hashes in place of texts, which replay alike. "
+            "`watch URL` reads a running server's figures, and with traffic says whether they are as predicted."
+        ),
+        add_arguments=add_doctor,
     ),
     Command(
         name="parity",

@@ -30,6 +30,7 @@ EPILOG = """examples:
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
   hybrid tree --out tree.html                   the prefix tree as a page for a browser
   hybrid cache show support.hybrid              the prefixes in a file of engine.save
+  hybrid doctor log.jsonl --out report.html     what of logged requests hits, what does not, and why
   hybrid parity --model ./my-checkpoint         compare cache hits with cold runs, and logits with transformers
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited

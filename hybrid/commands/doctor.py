@@ -1,0 +1,114 @@
+"""`hybrid doctor`: traffic, replayed on engines' schedulers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from tqdm import tqdm
+
+from hybrid.commands.commands import Outcome
+from hybrid.doctor.replay import replay
+from hybrid.doctor.text import Template
+from hybrid.doctor.traffic import Traffic, anonymize, check_file
+from hybrid.doctor.watch import watch
+from hybrid.errors import ArgumentError
+from hybrid.models.loading import open_checkpoint
+from hybrid.prompts.encode import load_tokenizer
+
+KEEPS = (
+    "kept: which prompts share which beginnings (a salted hash of each 16 tokens and all before them), numbers of "
+    "tokens, times since the first request, and hashes of namespaces; nothing else, and the salt is thrown away"
+)
+
+
+def run(args: argparse.Namespace, console: Console) -> Outcome:
+    """Replay traffic, anonymize it, or compare it with a running server."""
+    first, *rest = args.traffic
+    if first == "watch":
+        return _watch(args, console, rest)
+    template = Template(_tokenizer(args.tokenizer))
+    if first == "anonymize":
+        return _anonymize(args, console, template, rest)
+    traffic = _read(args.traffic, template)
+    report = replay(
+        traffic,
+        args.model,
+        args.engine or ["vllm", "hybrid"],
+        args.memory or ["24GiB"],
+        cures=not args.no_cures,
+        prefill_rate=args.prefill_rate,
+        price=args.price,
+        progress=True,
+    )
+    report.print(console)
+    if args.out is not None:
+        _write(args.out, report.write)
+        console.print(f"wrote {args.out}: open it in a browser", markup=False, soft_wrap=True)
+    return Outcome(True, report.to_json())
+
+
+def _read(names: list[str], template: Template) -> Traffic:
+    """Read files of traffic, with a bar on a terminal."""
+    for name in names:
+        check_file(Path(name))
+    total = sum(Path(name).stat().st_size for name in names)
+    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        return Traffic.read(names, template, bar.update)
+
+
+def _tokenizer(name: str | None) -> object:
+    """The tokenizer of a model; None: there is to be none."""
+    return None if name is None else load_tokenizer(open_checkpoint(name).path)
+
+
+def _write(path: str, write: Callable[[str], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ArgumentError(f"--out {path}: it cannot be written: {error.strerror}") from error
+
+
+def _anonymize(args: argparse.Namespace, console: Console, template: Template, names: list[str]) -> Outcome:
+    """Write hashes of a file of traffic."""
+    if len(names) != 1:
+        raise ArgumentError("hybrid doctor anonymize FILE --out HASHES: give one file of traffic")
+    path = Path(names[0])
+    out = args.out or f"{path.stem}.hashes.jsonl"
+    if Path(out).exists() and Path(out).samefile(path):
+        raise ArgumentError(f"--out {out}: it is the file that is read; give another name")
+
+    count = 0
+
+    def write(name: str) -> None:
+        nonlocal count
+        with open(name, "w", encoding="utf-8") as file:
+            count = anonymize(path, file, template)
+
+    _write(out, write)
+    console.print(f"wrote {out}: {count:,} requests\n{KEEPS}", markup=False, soft_wrap=True)
+    return Outcome(True, {"file": out, "requests": count})
+
+
+def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outcome:
+    """Read a running server's figures, and compare them with what a replay of its traffic predicts."""
+    if not rest:
+        raise ArgumentError("hybrid doctor watch URL [TRAFFIC]: give the address of a server, http://localhost:8000")
+    figures = watch(rest[0])
+    console.print(str(figures), markup=False, soft_wrap=True)
+    result = {"engine": figures.engine, "prompt_tokens": figures.num_tokens, "hit_tokens": figures.hit_tokens}
+    if len(rest) == 1:
+        return Outcome(True, result)
+    traffic = _read(rest[1:], Template(_tokenizer(args.tokenizer)))
+    engine = (args.engine or ["vllm" if figures.engine == "vllm" else "hybrid"])[0]
+    row = replay(traffic, args.model, engine, (args.memory or ["24GiB"])[0], cures=False).rows[0]
+    apart = figures.hit_rate - row.hit_rate
+    agrees = abs(apart) <= args.within
+    console.print(
+        f"replay of the traffic on {engine}: {row.hit_rate:.1f} %, so the server is {apart:+.1f} points from it: "
+        + ("as predicted" if agrees else "look at what it was not told: its memory, its block size, other traffic"),
+        soft_wrap=True,
+    )
+    return Outcome(agrees, {**result, "hit_rate": figures.hit_rate, "predicted": row.hit_rate})

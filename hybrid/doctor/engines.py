@@ -1,0 +1,38 @@
+"""The engines that traffic is replayed on, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybrid.doctor.engine import Engine
+from hybrid.doctor.own import OwnCache
+from hybrid.doctor.sizes import Memory, Sizes
+from hybrid.doctor.vllm import VllmScheduler
+from hybrid.errors import ArgumentError
+
+ENGINES: dict[str, tuple[str, Callable[..., Engine], dict[str, Any]]] = {
+    "vllm": ("vLLM's scheduler, block pool and states (0.30 to 0.33)", VllmScheduler, {}),
+    "hybrid": ("this package, as it is by default", OwnCache, {"eviction": "lhd"}),
+    "lru": ("this package's placement, and the least recently used is evicted", OwnCache, {"eviction": "lru"}),
+    "marconi": ("this package's placement, and eviction after Marconi", OwnCache, {"eviction": "flop_aware"}),
+}
+"""What each is, its model and the model's options."""
+
+
+def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> Engine:
+    """The model of an engine.
+
+    Args:
+        name: one of `ENGINES`.
+        sizes: of the model that it serves.
+        memory: bytes for its cache, or what is endless.
+        options: of the model of the engine, such as `retention` of vLLM's.
+
+    Raises:
+        ArgumentError: there is no such engine. MemoryBudgetError: the memory is too small for it.
+    """
+    if name not in ENGINES:
+        raise ArgumentError(f"there is no engine {name!r}; there are: {', '.join(ENGINES)}")
+    _, make, own = ENGINES[name]
+    return make(sizes, memory, **{**own, **options})

@@ -1,0 +1,155 @@
+"""Replay: the requests of traffic on an engine's scheduler, one after the other in order of arrival."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hybrid.doctor.causes import Cause, causes_of
+from hybrid.doctor.engines import engine_of
+from hybrid.doctor.report import Cure, Report, Row
+from hybrid.doctor.sizes import Endless, Sizes
+from hybrid.doctor.text import Template
+from hybrid.doctor.traffic import Traffic
+from hybrid.units import byte_count, format_bytes
+
+MORE_MEMORY = (2, 4)
+"""Multiples of the memory that are tried as a cure."""
+
+
+def replay(
+    traffic: Traffic | str | Path | Sequence[str | Path],
+    model: Sizes | str | Path,
+    engine: str | Iterable[str] = "vllm",
+    memory: int | str | Iterable[int | str] = "24GiB",
+    *,
+    cures: bool = True,
+    prefill_rate: float | None = None,
+    price: float | None = None,
+    progress: bool = False,
+) -> Report:
+    """Replay traffic on engines, and say what hits, what does not, why, and what would change it.
+
+    Args:
+        traffic: files, or what `Traffic.read` made of them.
+        model: its sizes, or what `Sizes.of` takes.
+        engine: one name or several. What is asked of the first is why, and what cures it.
+        memory: bytes for the cache, or a text such as "24GiB"; one or several. The first is that of causes and cures.
+        cures: replay what may help too, each by itself.
+        prefill_rate: tokens of prompts that are computed per second; None: times are not given.
+        price: of a million tokens of prompts that are computed; None: money is not given.
+        progress: show bars on a terminal.
+
+    Raises:
+        ArgumentError: a file, a model, an engine or a memory is not as it must be; the message says how.
+    """
+    if not isinstance(traffic, Traffic):
+        traffic = Traffic.read(traffic)
+    sizes = model if isinstance(model, Sizes) else Sizes.of(model)
+    engines = [engine] if isinstance(engine, str) else [*engine]
+    memories = [memory] if isinstance(memory, int | str) else [*memory]
+    sizes_of_memory = [byte_count("memory", given) for given in memories]
+    rows: list[Row] = []
+    for name in engines:
+        for size in sizes_of_memory:
+            is_first = not rows
+            rows.append(_run(traffic, sizes, name, size, with_causes=is_first, progress=progress))
+    report = Report(traffic, sizes, rows, prefill_rate=prefill_rate, price=price)
+    if cures:
+        report.cures = _cures(traffic, sizes, rows[0], progress)
+    return report
+
+
+def _run(
+    traffic: Traffic,
+    sizes: Sizes,
+    name: str,
+    memory: int,
+    *,
+    with_causes: bool = False,
+    progress: bool = False,
+    **options: Any,
+) -> Row:
+    """One replay."""
+    engine = engine_of(name, sizes, memory, **options)
+    endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
+    row = Row(name, memory, traffic.num_prompt_tokens)
+    title = f"{name}, {format_bytes(memory)}"
+    for request, fact in tqdm(
+        traffic, desc=title, total=traffic.num_requests, unit="request", disable=None if progress else True, leave=False
+    ):
+        start = time.perf_counter()
+        hit = engine.serve(request)
+        row.seconds += time.perf_counter() - start
+        row.hit_tokens += hit.num_tokens
+        if endless is not None:
+            for cause, count in causes_of(request, fact, hit, endless.serve(request)).items():
+                row.causes[cause] = row.causes.get(cause, 0) + count
+                if cause in (Cause.EVICTED, Cause.STATE_EVICTED):
+                    row.ages.append(fact.age)
+    return row
+
+
+@dataclass
+class Try:
+    """Something that may help.
+
+    Attributes:
+        name: what is changed.
+        how: what to type or to do.
+        engine, memory, options: what is replayed.
+        template: for texts that are written differently; None: as they are.
+        causes: it is tried where one of these was found; empty: always.
+    """
+
+    name: str
+    how: str
+    engine: str
+    memory: int
+    options: dict[str, Any] = field(default_factory=dict)
+    template: Callable[[], Template] | None = None
+    causes: tuple[Cause, ...] = ()
+
+
+def _tries(row: Row) -> list[Try]:
+    """What may help an engine."""
+    name, memory = row.engine, row.memory
+    found = []
+    for times in MORE_MEMORY:
+        size = memory * times
+        how = f"vllm serve --kv-cache-memory-bytes {size}" if name == "vllm" else f"memory {format_bytes(size)}"
+        found.append(Try(f"{times} times the memory", how, name, size))
+    if name == "vllm":
+        block = "vllm serve without --prefix-cache-retention-interval"
+        found.append(Try("a state at every end of a step", block, name, memory, {"retention": None}))
+    if name != "hybrid":
+        how = "this package's cache: in SGLang --radix-cache-backend hybrid"
+        found.append(Try("eviction and placement of this package", how, "hybrid", memory))
+    for cause, title, template in (
+        (Cause.TOOLS, "tools in one order", lambda: Template(sort_tools=True)),
+        (Cause.THINKING, "thinking kept in the history", lambda: Template(keep_thinking=True)),
+        (Cause.DATE, "dates and ids at the end of the prompt", lambda: Template(move_dates=True)),
+    ):
+        found.append(Try(title, "in the client, or in the chat template", name, memory, {}, template, (cause,)))
+    return found
+
+
+def _cures(traffic: Traffic, sizes: Sizes, row: Row, progress: bool) -> list[Cure]:
+    """Replay what may help, each by itself; the best first."""
+    made = []
+    for each in _tries(row):
+        if each.causes and not any(row.causes.get(cause) for cause in each.causes):
+            continue
+        other = traffic
+        if each.template is not None:
+            template = each.template()
+            template.tokenizer = traffic.tokenizer
+            other = Traffic.read(traffic.paths, template)
+        tried = _run(other, sizes, each.engine, each.memory, progress=progress, **each.options)
+        made.append(Cure(each.name, each.how, tried.num_tokens, tried.hit_tokens, row.computed - tried.computed))
+    return sorted(made, key=lambda cure: -cure.saved)

@@ -1,0 +1,281 @@
+"""The result of a replay: for a terminal, as JSON, as a page, in a notebook."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hybrid.doctor.causes import REMEDIES, Cause
+from hybrid.doctor.past import Example, Rewrite
+from hybrid.doctor.sizes import Sizes
+from hybrid.doctor.traffic import Traffic
+from hybrid.units import format_bytes
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:60em;padding:1em;color:#222;background:#fff}
+h1{font-size:1.5em}h2{font-size:1.15em;margin:1.6em 0 .4em}table{border-collapse:collapse;width:100%}
+td,th{text-align:left;padding:.35em .5em;border-bottom:1px solid #8883;vertical-align:top}
+td.n{text-align:right;white-space:nowrap}
+.bar{background:#8882;height:.7em;min-width:4em}.bar i{display:block;height:100%;background:#4a90d9}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.5em;margin:.3em 0}small{color:#666}
+td{overflow-wrap:anywhere}svg{width:100%;height:auto}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}small{color:#aaa}}
+"""
+
+COLOURS = ("#4a90d9", "#e07b39", "#5aa469", "#9a6fb0")
+
+
+@dataclass
+class Row:
+    """One replay.
+
+    Attributes:
+        engine, memory: what was replayed, and its bytes.
+        num_tokens, hit_tokens: tokens of prompts, and those that were not computed.
+        seconds: that the engine's bookkeeping took.
+        causes: tokens that were not a hit, by cause; empty: not asked for.
+        ages: of what was evicted and asked for again: requests since its last use.
+    """
+
+    engine: str
+    memory: int
+    num_tokens: int
+    hit_tokens: int = 0
+    seconds: float = 0.0
+    causes: dict[Cause, int] = field(default_factory=dict)
+    ages: array[int] = field(default_factory=lambda: array("I"))
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits in percent of the tokens of prompts."""
+        return 100 * self.hit_tokens / max(1, self.num_tokens)
+
+    @property
+    def computed(self) -> int:
+        """Tokens of prompts that are computed."""
+        return self.num_tokens - self.hit_tokens
+
+
+@dataclass
+class Cure:
+    """Something that was tried.
+
+    Attributes:
+        name, how: what was changed, and what to type or to do.
+        num_tokens, hit_tokens: tokens of prompts, and those that were not computed.
+        saved: tokens that are computed less than without it; negative: it makes things worse.
+    """
+
+    name: str
+    how: str
+    num_tokens: int
+    hit_tokens: int
+    saved: int
+
+
+@dataclass
+class Report:
+    """What hits, what does not, why, and what would change it.
+
+    Attributes:
+        traffic, sizes: what was replayed, and of which model.
+        rows: a replay for each engine and memory; the first has the causes.
+        cures: what was tried on the first, the best first.
+        prefill_rate: tokens that are computed per second; price: of a million of them.
+    """
+
+    traffic: Traffic
+    sizes: Sizes
+    rows: list[Row]
+    cures: list[Cure] = field(default_factory=list)
+    prefill_rate: float | None = None
+    price: float | None = None
+
+    @property
+    def causes(self) -> list[tuple[Cause, int]]:
+        """Tokens that were not a hit on the first engine, by cause, the most first; what nobody could have had last."""
+        return sorted(self.rows[0].causes.items(), key=lambda item: (item[0] is Cause.NEW, -item[1]))
+
+    @property
+    def examples(self) -> list[Example]:
+        """Two requests for each kind of rewriting, the kind with the most tokens first."""
+        named = [cause.value for cause, _ in self.causes]
+        found = self.traffic.examples
+        return [found[Rewrite(name)] for name in named if name in Rewrite._value2member_map_ and Rewrite(name) in found]
+
+    def cost(self, num_tokens: int) -> str:
+        """What computing tokens takes: time and money, where their rates are known."""
+        parts = []
+        if self.prefill_rate:
+            parts.append(f"{num_tokens / self.prefill_rate:,.0f} s")
+        if self.price is not None:
+            parts.append(f"{num_tokens / 1e6 * self.price:,.2f}")
+        return ", ".join(parts)
+
+    @property
+    def unit(self) -> str:
+        """What a token is here."""
+        if not self.traffic.is_text or self.traffic.tokenizer is not None:
+            return "tokens"
+        return "tokens, estimated by words: give --tokenizer for exact ones"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as values of JSON."""
+        return {
+            "requests": self.traffic.num_requests,
+            "prompt_tokens": self.traffic.num_prompt_tokens,
+            "unit": self.unit,
+            "read_seconds": round(self.traffic.seconds, 3),
+            "model": asdict(self.sizes),
+            "replays": [
+                {
+                    "engine": row.engine,
+                    "memory": row.memory,
+                    "hit_rate": round(row.hit_rate, 3),
+                    "hit_tokens": row.hit_tokens,
+                    "computed_tokens": row.computed,
+                    "seconds": round(row.seconds, 3),
+                    **({"cost": self.cost(row.computed)} if self.cost(row.computed) else {}),
+                }
+                for row in self.rows
+            ],
+            "causes": [
+                {"cause": cause.value, "tokens": tokens, "remedy": REMEDIES[cause]} for cause, tokens in self.causes
+            ],
+            "evicted_ages": self.ages(),
+            "examples": [{**asdict(example), "rewrite": example.rewrite.value} for example in self.examples],
+            "cures": [asdict(cure) for cure in self.cures],
+        }
+
+    def ages(self) -> dict[str, float]:
+        """How many requests came between the last use of what was evicted and the one that asked for it."""
+        ages = np.frombuffer(self.rows[0].ages, np.uint32)
+        if not len(ages):
+            return {}
+        return {name: float(np.quantile(ages, part)) for name, part in (("median", 0.5), ("90%", 0.9))}
+
+    def print(self, console: Console) -> None:
+        """Print it on a terminal."""
+        traffic = self.traffic
+        console.print(
+            f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} {self.unit} of prompts, read in "
+            f"{traffic.seconds:.1f} s; model {self.sizes.name}",
+            markup=False,
+            soft_wrap=True,
+        )
+        table = Table("engine", "memory", "hit rate", "computed", "cost", "replayed in", box=None)
+        for row in self.rows:
+            cells = (f"{row.hit_rate:.1f} %", f"{row.computed:,}", self.cost(row.computed), f"{row.seconds:.1f} s")
+            table.add_row(row.engine, format_bytes(row.memory), *cells)
+        console.print(table)
+        first = self.rows[0]
+        if first.causes:
+            console.print(
+                f"\nwhere the {first.computed:,} tokens went that {first.engine} computes", markup=False, soft_wrap=True
+            )
+            table = Table("tokens", "%", "why", "what helps", box=None)
+            for cause, count in self.causes:
+                table.add_row(f"{count:,}", f"{100 * count / first.num_tokens:.1f}", cause.value, REMEDIES[cause])
+            console.print(table)
+        if ages := self.ages():
+            console.print(
+                f"what was evicted was asked for again after {ages['median']:.0f} requests in the median, "
+                f"{ages['90%']:.0f} in nine of ten cases",
+                soft_wrap=True,
+            )
+        for example in self.examples:
+            console.print(f"\n{_place(example)}", markup=False, soft_wrap=True)
+            console.print(f"  before: {example.old!r}\n  now:    {example.new!r}", markup=False, soft_wrap=True)
+        if self.cures:
+            console.print("\nwhat would change it, each replayed by itself")
+            table = Table("saved tokens", "hit rate", "change", "how", box=None)
+            for cure in self.cures:
+                rate = f"{100 * cure.hit_tokens / max(1, cure.num_tokens):.1f} %"
+                table.add_row(f"{cure.saved:,}", rate, cure.name, cure.how)
+            console.print(table)
+
+    def write(self, path: str | Path) -> None:
+        """Write it as a page: one file, which loads nothing."""
+        head = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width,initial-scale=1"><title>hybrid doctor</title><style>{STYLE}</style>'
+        )
+        Path(path).write_text(f"{head}<body>{self._repr_html_()}</body></html>", encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        traffic, first = self.traffic, self.rows[0]
+        parts = [
+            f"<h1>{first.hit_rate:.1f} % of the prompt tokens hit</h1>",
+            f"<p>{escape(first.engine)}, {format_bytes(first.memory)}, model {escape(self.sizes.name)}: "
+            f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} {escape(self.unit)} of prompts, "
+            f"{first.computed:,} computed {escape(self.cost(first.computed))}</p>",
+            self._engines_html(),
+        ]
+        if first.causes:
+            rows = [
+                f"<tr><td>{escape(cause.value)}<br><small>{escape(REMEDIES[cause])}</small></td>"
+                f"<td>{_bar(count, first.computed)}</td><td class=n>{count:,}<br>"
+                f"<small>{100 * count / first.num_tokens:.1f} %</small></td></tr>"
+                for cause, count in self.causes
+            ]
+            parts.append(f"<h2>Where the computed tokens went</h2><table>{''.join(rows)}</table>")
+        for example in self.examples:
+            parts.append(
+                f"<h2>{escape(example.rewrite.value)}</h2><p>{escape(_place(example))}</p>before<pre>"
+                f"{escape(example.old)}</pre>now<pre>{escape(example.new)}</pre>"
+            )
+        if self.cures:
+            best = max(1, *(cure.saved for cure in self.cures))
+            rows = [
+                f"<tr><td>{escape(cure.name)}<br><small><code>{escape(cure.how)}</code></small></td>"
+                f"<td>{_bar(max(0, cure.saved), best)}</td><td class=n>{cure.saved:,}<br>"
+                f"<small>{100 * cure.hit_tokens / max(1, cure.num_tokens):.1f} %</small></td></tr>"
+                for cure in self.cures
+            ]
+            parts.append(f"<h2>What would change it, each replayed: tokens saved</h2><table>{''.join(rows)}</table>")
+        return "".join(parts)
+
+    def _engines_html(self) -> str:
+        """A table of all replays, and their hit rates over memory where there are several sizes."""
+        rows = [
+            f"<tr><td>{escape(row.engine)}, {format_bytes(row.memory)}</td>"
+            f"<td>{_bar(row.hit_tokens, row.num_tokens)}</td>"
+            f"<td class=n>{row.hit_rate:.1f} %</td></tr>"
+            for row in self.rows
+        ]
+        table = f"<h2>Hit rates</h2><table>{''.join(rows)}</table>"
+        sizes = sorted({row.memory for row in self.rows})
+        if len(sizes) < 2:
+            return table
+        lines = []
+        for number, name in enumerate(dict.fromkeys(row.engine for row in self.rows)):
+            points = [
+                (40 + 540 * sizes.index(row.memory) / (len(sizes) - 1), 190 - 1.8 * row.hit_rate)
+                for row in sorted(self.rows, key=lambda row: row.memory)
+                if row.engine == name
+            ]
+            colour, text = COLOURS[number % len(COLOURS)], " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
+            lines.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="3"/>')
+            lines.append(f'<text x="50" y="{20 + 18 * number}" fill="{colour}">{escape(name)}</text>')
+        for number, size in enumerate(sizes):
+            x = 40 + 540 * number / (len(sizes) - 1)
+            lines.append(f'<text x="{x - 30:.0f}" y="212" font-size="12" fill="#888">{format_bytes(size)}</text>')
+        for percent in (0, 50, 100):
+            lines.append(f'<text x="0" y="{194 - 1.8 * percent}" font-size="12" fill="#888">{percent} %</text>')
+        return f'{table}<svg viewBox="0 0 640 220" role="img" aria-label="hit rate over memory">{"".join(lines)}</svg>'
+
+
+def _place(example: Example) -> str:
+    where = f"token {example.token:,}" + (f", character {example.character:,}" if example.character else "")
+    return f"{example.rewrite.value}: line {example.line} differs from line {example.before} at {where}"
+
+
+def _bar(part: float, whole: float) -> str:
+    return f'<div class=bar><i style="width:{100 * part / max(1, whole):.1f}%"></i></div>'

@@ -1,0 +1,163 @@
+"""Traffic: the requests of files, read once and kept in a file of hashes, from which every replay takes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import struct
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+from hybrid.doctor.formats import FORMATS, Record, records
+from hybrid.doctor.past import Example, Fact, Past, Rewrite
+from hybrid.doctor.request import HASH_BYTES, Request, hashed
+from hybrid.doctor.text import Template
+from hybrid.errors import ArgumentError
+
+HEAD = struct.Struct("<IIIdHBIIIII")
+"""Of each request in the file: number of hashes, tokens of the prompt and of all, time, namespace, and its `Fact`."""
+
+REWRITES = tuple(Rewrite)
+
+
+class Traffic:
+    """The requests of one or more files.
+
+    Attributes:
+        paths: the files.
+        num_requests, num_prompt_tokens, num_tokens: how many there are; the last with answers.
+        seconds: that reading and tokenizing them took.
+        is_text: some are texts.
+        tokenizer: that made tokens of them; None: they are counted by words.
+        examples: requests that differ where they might have shared, by reason.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.num_requests = self.num_prompt_tokens = self.num_tokens = 0
+        self.seconds = 0.0
+        self.is_text = False
+        self.tokenizer: Any = None
+        self.examples: dict[Rewrite, Example] = {}
+        self._namespaces: dict[str, int] = {}
+        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hybrid-doctor-")  # noqa: SIM115 - gone with this
+
+    @classmethod
+    def read(
+        cls,
+        paths: str | Path | Sequence[str | Path],
+        template: Template | None = None,
+        progress: Callable[[int], object] = lambda num_bytes: None,
+    ) -> Traffic:
+        """Read files.
+
+        Args:
+            paths: one file or several, in any of the formats that `hybrid.doctor.formats` knows.
+            template: makes tokens of texts; None: by words.
+            progress: is told how many bytes were read.
+
+        Raises:
+            ArgumentError: there is no such file, it is empty, or a line is in no known format.
+        """
+        named = [paths] if isinstance(paths, str | Path) else paths
+        traffic, past, template = cls([Path(path) for path in named]), Past(), template or Template()
+        traffic.tokenizer = template.tokenizer
+        start = time.perf_counter()
+        for path in traffic.paths:
+            check_file(path)
+            for record in records(path, template, progress):
+                traffic._add(record, past)
+        if not traffic.num_requests:
+            raise ArgumentError(f"{', '.join(map(str, traffic.paths))}: no request in it; known formats are {FORMATS}")
+        traffic.examples = past.examples
+        traffic.seconds = time.perf_counter() - start
+        return traffic
+
+    def _add(self, record: Record, past: Past) -> None:
+        request = Request(record.hashes, record.num_prompt, record.num_tokens, record.time, record.namespace)
+        fact = past.add(record, request)
+        number = self._namespaces.setdefault(record.namespace, min(len(self._namespaces), 65535))
+        self._file.write(
+            HEAD.pack(
+                len(record.hashes),
+                record.num_prompt,
+                record.num_tokens,
+                math.nan if record.time is None else record.time,
+                number,
+                REWRITES.index(fact.rewrite),
+                fact.seen,
+                fact.elsewhere,
+                fact.rewritten,
+                fact.answer_from,
+                fact.age,
+            )
+        )
+        self._file.write(record.hashes.tobytes())
+        self.num_requests += 1
+        self.num_prompt_tokens += record.num_prompt
+        self.num_tokens += record.num_tokens
+        self.is_text = self.is_text or record.text is not None
+
+    def __iter__(self) -> Iterator[tuple[Request, Fact]]:
+        """The requests in the order of the files, with what the traffic says of each."""
+        names = list(self._namespaces)
+        self._file.flush()
+        with open(os.dup(self._file.fileno()), "rb") as file:
+            file.seek(0)
+            while head := file.read(HEAD.size):
+                count, num_prompt, num_tokens, at, number, rewrite, *rest = HEAD.unpack(head)
+                hashes = array("Q", file.read(count * HASH_BYTES))
+                seen, elsewhere, rewritten, answer_from, age = rest
+                fact = Fact(seen, elsewhere, rewritten, REWRITES[rewrite], answer_from, age)
+                yield Request(hashes, num_prompt, num_tokens, None if math.isnan(at) else at, names[number]), fact
+
+
+def check_file(path: Path) -> None:
+    """Check that a file can be read and has something in it.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    if not path.is_file():
+        raise ArgumentError(f"{path}: there is no such file; give a file of traffic, one request a line")
+    if not path.stat().st_size:
+        raise ArgumentError(f"{path}: the file is empty; give a file of traffic, one request a line")
+
+
+def anonymize(
+    path: Path, out: IO[str], template: Template | None = None, progress: Callable[[int], object] = lambda size: None
+) -> int:
+    """Write what of a file replays need, and no text: for each request a salted hash of each 16 tokens and all before
+    them, numbers of tokens, the time since the first request, and a hash of its namespace. The salt is random and is
+    kept nowhere.
+
+    Returns:
+        Number of requests.
+
+    Raises:
+        ArgumentError: as in `Traffic.read`.
+    """
+    check_file(path)
+    key, first, count = secrets.token_bytes(32), None, 0
+    for record in records(path, template or Template(), progress):
+        hashes = hashed(record.ids, key) if record.ids else array("Q", b"".join(_digest(n, key) for n in record.hashes))
+        line: dict[str, object] = {"prompt_tokens": record.num_prompt, "tokens": record.num_tokens}
+        if record.time is not None:
+            first = record.time if first is None else first
+            line["time"] = round(record.time - first, 3)
+        if record.namespace:
+            line["namespace"] = _digest(record.namespace, key).hex()
+        out.write(json.dumps({**line, "hashes": hashes.tobytes().hex()}) + "\n")
+        count += 1
+    return count
+
+
+def _digest(value: object, key: bytes) -> bytes:
+    return blake2b(str(value).encode(), digest_size=HASH_BYTES, key=key).digest()

@@ -1,0 +1,131 @@
+"""Each cause is planted in traffic, and is found first, with its place and the two texts that differ."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.doctor import Report, Sizes, replay
+from hybrid.doctor.causes import Cause
+from hybrid.doctor.engines import ENGINES
+
+SIZES = Sizes(32768, 51511296)
+WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
+TOOLS = [{"type": "function", "function": {"name": f"tool_{n}", "description": "does " * 60}} for n in range(8)]
+
+
+def prose(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) + str(rng.randrange(1000)) for _ in range(count))
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def logged(messages: list[Any], answer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"request": {"messages": list(messages), **more}, "response": {"choices": [{"message": answer}]}}
+
+
+def report_of(folder: Path, lines: list[dict[str, Any]], **options: Any) -> Report:
+    path = folder / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return replay(path, SIZES, options.pop("engine", "vllm"), options.pop("memory", "24GB"), **options)
+
+
+def first_cause(report: Report) -> Cause:
+    """The cause of most tokens, but for those that nobody could have had."""
+    return report.causes[0][0]
+
+
+def test_a_time_in_the_system_prompt(tmp_path: Path) -> None:
+    lines = []
+    for n in range(20):
+        system = f"You help. It is 2026-11-26 10:{n:02d}:00 now. {prose(1, 1500)}"
+        lines.append(
+            logged([message("system", system), message("user", prose(n + 10, 30))], message("assistant", "Yes"))
+        )
+    report = report_of(tmp_path, lines)
+    assert first_cause(report) is Cause.DATE
+    example = report.examples[0]
+    assert (example.line, example.before) == (2, 1)
+    assert "10:00:00" in example.old and "10:01:00" in example.new
+    assert example.character == len("<|system|>\nYou help. It is 2026-11-26 10:0")
+    cure = next(cure for cure in report.cures if cure.name.startswith("dates"))
+    assert cure.saved > 0.7 * dict(report.causes)[Cause.DATE]
+
+
+def test_tools_in_random_order(tmp_path: Path) -> None:
+    rng, lines = random.Random(0), []
+    for n in range(20):
+        tools = rng.sample(TOOLS, len(TOOLS))
+        asked = [message("system", prose(1, 1500)), message("user", prose(n + 10, 30))]
+        lines.append(logged(asked, message("assistant", "Yes"), tools=tools))
+    report = report_of(tmp_path, lines)
+    assert first_cause(report) is Cause.TOOLS
+    assert "tool_" in report.examples[0].old and report.examples[0].old != report.examples[0].new
+    assert max(report.cures, key=lambda cure: cure.saved).name == "tools in one order"
+
+
+def test_thinking_that_is_stripped(tmp_path: Path) -> None:
+    lines, history = [], [message("system", prose(1, 300))]
+    for n in range(12):
+        history.append(message("user", prose(n + 10, 60)))
+        answer = message("assistant", prose(n + 50, 1200), reasoning_content=prose(n + 100, 300))
+        lines.append(logged(history, answer))
+        history.append(message("assistant", answer["content"]))
+    report = report_of(tmp_path, lines, engine="hybrid")
+    assert first_cause(report) is Cause.THINKING
+    assert "<think>" in report.examples[0].old and "<think>" not in report.examples[0].new
+    assert report.cures[0].name == "thinking kept in the history"
+
+
+def test_two_tenants(tmp_path: Path) -> None:
+    asked = [[message("system", prose(1, 1500)), message("user", prose(n // 2 + 10, 600))] for n in range(20)]
+    lines = [logged(each, message("assistant", "Yes"), cache_salt=f"tenant {n % 2}") for n, each in enumerate(asked)]
+    report = report_of(tmp_path, lines, engine="hybrid")
+    assert first_cause(report) is Cause.NAMESPACE
+
+
+def test_a_title_generator_between_turns(tmp_path: Path) -> None:
+    lines, history = [], [message("system", prose(1, 300))]
+    for n in range(8):
+        history.append(message("user", prose(n + 10, 900)))
+        answer = message("assistant", prose(n + 50, 60))
+        lines.append(logged(history, answer))
+        history.append(answer)
+        title = [message("system", "Write a title for this conversation."), *history[1:]]
+        lines.append(logged(title, message("assistant", "A title")))
+        history[1] = {**history[1]}
+    report = report_of(tmp_path, lines, engine="hybrid")
+    causes = dict(report.causes)
+    assert first_cause(report) is Cause.BEGINNING, causes
+    example = report.examples[0]
+    assert "Write a title" in example.new or "Write a title" in example.old
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    lines = [{"input_tokens": [n % 12 * 10000 + t for t in range(6000)], "output_tokens": [7] * 8} for n in range(60)]
+    report = report_of(tmp_path, lines, engine="vllm", memory="900MB")
+    assert first_cause(report) in (Cause.EVICTED, Cause.STATE_EVICTED)
+    assert report.cures[0].name.endswith("times the memory") and report.cures[0].saved > 0
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_the_causes_add_up_to_what_is_computed(tmp_path: Path, engine: str) -> None:
+    rng, lines = random.Random(3), []
+    histories: list[list[int]] = [[] for _ in range(12)]
+    for n in range(200):
+        history = histories[rng.randrange(12)]
+        history += [rng.randrange(32000) for _ in range(rng.randrange(30, 900))]
+        answer = [rng.randrange(32000) for _ in range(rng.randrange(1, 300))]
+        lines.append({"input_tokens": list(history), "output_tokens": answer, "cache_salt": "ab"[n % 7 == 0]})
+        history += answer
+        if len(history) > 12000:
+            history.clear()
+    report = report_of(tmp_path, lines, engine=engine, memory="1GB", cures=False)
+    row = report.rows[0]
+    assert sum(row.causes.values()) == row.computed == row.num_tokens - row.hit_tokens
+    assert all(count > 0 for count in row.causes.values()) and len(row.causes) > 3
