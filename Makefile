@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,24 @@ sglang-part:  # what of it needs no trace and no random steps: run by .ci/run wh
 	.venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang/test_backend.py tests/sglang/test_served.py \
 		-k "not leak and not victims and not balance and (not rust or 24000)"
 
+# vLLM's wheel without its dependencies, next to what its scheduler imports: it runs on a CPU, without a model. One
+# environment; each version in turn.
+VLLM ?= 0.32.0 0.33.0
+
+.venv-vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt torch transformers numpy pillow psutil pytest tqdm \
+		rich aiohttp cachetools cbor2 cloudpickle fastapi msgspec openai openai_harmony partial_json_parser prometheus-client py-cpuinfo pybase64 pyzmq requests urllib3 uvloop xgrammar setuptools
+	touch $@
+
+vllm: .venv-vllm/.installed  ## the scheduler inside vLLM, on its own manager and pool, for every version
+	@.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@for version in $(VLLM); do echo "vLLM $$version" \
+		&& .venv-vllm/bin/python -m pip install --quiet --no-deps "vllm==$$version" \
+		&& .venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/vllm \
+		|| exit 1; done
+
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.
 newest: .venv/.installed  ## tests that depend on other packages, with the newest versions that exist and with the lowest allowed
@@ -109,4 +127,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-vllm .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

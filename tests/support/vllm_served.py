@@ -1,0 +1,204 @@
+"""vLLM's own scheduler, manager and pool on a CPU, with the geometry of Qwen3.5-4B: the answers of the model alone are
+made up. Needs vLLM, if only its wheel and what its scheduler imports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils import hashing
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as PlainScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from hybrid.vllm.mirror import Mirror
+from hybrid.vllm.scheduler import mirror_of
+
+BLOCK = 528
+CHUNK = 8192
+LAYERS = 8  # of each group, which share a block
+
+
+def groups() -> tuple[list[KVCacheGroupSpec], int]:
+    """One group of layers with full attention and three with states, and the bytes of a block."""
+    pages = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=256, dtype=torch.bfloat16)
+    states = MambaSpec(
+        shapes=((3, 8192), (32, 128, 128)),
+        dtypes=(torch.bfloat16, torch.float32),
+        block_size=BLOCK,
+        page_size_padded=pages.page_size_bytes,
+        mamba_cache_mode="align",
+    )
+    made = [KVCacheGroupSpec([f"attention.{layer}" for layer in range(LAYERS)], pages)]
+    made += [KVCacheGroupSpec([f"state.{at}.{layer}" for layer in range(LAYERS)], states) for at in range(3)]
+    return made, pages.page_size_bytes * LAYERS
+
+
+def configuration(num_blocks: int, chunk: int, max_running: int, options: dict[str, Any]) -> SimpleNamespace:
+    """The part of vLLM's configuration that its scheduler reads."""
+    cache = {"enable_prefix_caching": True, "num_gpu_blocks": num_blocks, "block_size": BLOCK}
+    cache |= {"mamba_cache_mode": "align", "prefix_cache_retention_interval": 0}
+    cache |= dict.fromkeys(("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"), False)
+    scheduler = {"max_num_seqs": max_running, "max_num_batched_tokens": chunk, "policy": "fcfs", "watermark": 0.0}
+    scheduler |= dict.fromkeys(("max_num_active_seqs", "max_num_scheduled_tokens", "scheduler_cls"))
+    scheduler |= dict.fromkeys(
+        ("prefill_schedule_interval", "max_num_partial_prefills", "max_long_partial_prefills"), 1
+    )
+    scheduler |= dict.fromkeys(("scheduler_reserve_full_isl", "enable_chunked_prefill"), True)
+    scheduler |= dict.fromkeys(
+        ("long_prefill_token_threshold", "max_num_encoder_input_tokens", "encoder_cache_size"), 0
+    )
+    scheduler |= dict.fromkeys(("long_prefill_token_threshold_adaptive", "async_scheduling"), False)
+    scheduler |= dict.fromkeys(("disable_chunked_mm_input", "disable_hybrid_kv_cache_manager"), False)
+    model = dict.fromkeys(("uses_mrope", "is_encoder_decoder", "is_diffusion", "supports_multimodal_inputs"), False)
+    model |= dict.fromkeys(("return_sampling_mask", "enable_return_routed_experts", "is_multimodal_model"), False)
+    model |= {"runner_type": "generate", "max_model_len": 65536, "multimodal_config": None}
+    parallel = dict.fromkeys(("data_parallel_index", "data_parallel_rank"), 0)
+    sizes = (
+        "decode_context_parallel",
+        "prefill_context_parallel",
+        "pipeline_parallel",
+        "data_parallel",
+        "tensor_parallel",
+    )
+    parallel |= dict.fromkeys([*(f"{name}_size" for name in sizes), "world_size"], 1)
+    seen = dict.fromkeys(("kv_cache_metrics", "enable_mfu_metrics", "enable_logging_iteration_details"), False)
+    nothing = ("lora", "kv_events", "kv_transfer", "ec_transfer", "speculative", "diffusion", "watermark")
+    zero = ("num_speculative", "num_lookahead", "num_prefill_lookahead", "num_hash_lookahead")
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(**scheduler),
+        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(**parallel),
+        observability_config=SimpleNamespace(per_request_spec_decode_metrics=None, **seen),
+        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
+        aux_output_config=SimpleNamespace(enabled=False),
+        additional_config={"hybrid": options},
+        is_mm_encoder_only=False,
+        max_in_flight_tokens=chunk,
+        max_concurrent_batches=1,
+        use_v2_model_runner=hasattr(Request, "next_decode_eligible_step"),
+        **dict.fromkeys(f"{name}_config" for name in nothing),
+        **dict.fromkeys((f"{name}_tokens" for name in zero), 0),
+    )
+
+
+class Grammars:
+    """Stands in for vLLM's manager of structured output: there is none."""
+
+    def accept_tokens(self, *given: Any) -> bool:
+        return True
+
+    def should_advance(self, *given: Any) -> bool:
+        return False
+
+    def grammar_bitmask(self, *given: Any) -> None:
+        return None
+
+
+class Served:
+    """Requests served by vLLM's scheduler.
+
+    Args:
+        memory: bytes of the pool.
+        options: of the plugin; None: vLLM as it is.
+        at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`; otherwise
+            whole blocks of an answer are given in one step, which is faster.
+    """
+
+    def __init__(
+        self, memory: float, options: dict[str, Any] | None, *, at_once: bool = False, chunk: int = CHUNK
+    ) -> None:
+        specs, block_bytes = groups()
+        self.num_blocks = int(memory) // block_bytes
+        self._at_once = at_once
+        kv_cache_utils.init_none_hash(hashing.sha256)
+        layout = KVCacheConfig(
+            num_blocks=self.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=specs,
+            prefix_cache_retention_interval=0,
+        )
+        config = configuration(self.num_blocks, chunk, 64, options or {})
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
+        made = AsyncScheduler if at_once else PlainScheduler
+        self.scheduler: Any = made(
+            vllm_config=config,
+            kv_cache_config=layout,
+            structured_output_manager=Grammars(),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=False,
+        )
+        manager = self.scheduler.kv_cache_manager
+        self.mirror: Mirror | None = mirror_of(manager, config) if options is not None else None
+        self._answers: dict[str, list[int]] = {}
+        self.passes = self.prompt_tokens = self.hit_tokens = self.preemptions = 0
+
+    @property
+    def num_leaked(self) -> int:
+        """Blocks that are not free, when nothing runs."""
+        return self.num_blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Request:
+        """A request that waits."""
+        params = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True, temperature=0.0)
+        request = Request(str(len(self._answers)), [*prompt], params, None, block_hasher=self._hasher)
+        self._answers[request.request_id] = [*answer] or [7]
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> bool:
+        """One step of all that run. Returns whether any did."""
+        planned = self.scheduler.schedule()
+        ids = [*planned.num_scheduled_tokens]
+        if not ids:
+            return False
+        self.passes += 1
+        tokens = [self._next(self.scheduler.requests[rid]) for rid in ids]
+        places = {rid: place for place, rid in enumerate(ids)}
+        out = ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=tokens)
+        self.scheduler.update_from_output(planned, out)
+        return True
+
+    def _next(self, request: Request) -> list[int]:
+        """What the model answers in this step: nothing before the prompt's last token."""
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        answer = self._answers[request.request_id]
+        at, room = request.num_output_tokens, BLOCK - request.num_tokens % BLOCK - 3
+        return answer[at : at + (1 if self._at_once else max(1, room))]
+
+    def serve(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]], width: int = 1) -> None:
+        """Serve prompts with their answers, as many at a time."""
+        rest, running = iter(requests), list[tuple[Request, Any]]()
+        while True:
+            while len(running) < width and (given := next(rest, None)) is not None:
+                self.prompt_tokens += len(given[0])
+                request = self.add(*given)
+                running.append((request, request.prefill_stats))
+            if not running:
+                return
+            for _ in range(50):
+                if self.step():
+                    break
+            else:
+                raise RuntimeError(f"{len(running)} requests do not run: {self.num_blocks} blocks are too few")
+            for request, stats in [one for one in running if one[0].is_finished()]:
+                running.remove((request, stats))
+                self.hit_tokens += stats.num_cached_tokens
+                self.preemptions += request.num_preemptions
+
+    def abort(self, request: Request) -> None:
+        """End a request before its answer has ended."""
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)

@@ -1,0 +1,152 @@
+"""The mirror beside vLLM's own manager and pool, on a CPU and without a model. Needs vLLM: `make vllm`."""
+
+import inspect
+import random
+from typing import Any
+
+import pytest
+
+from support.vllm_needed import require_vllm
+
+require_vllm()
+
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager  # noqa: E402
+
+import hybrid.vllm  # noqa: E402
+from hybrid.errors import UnsupportedModelError  # noqa: E402
+from hybrid.vllm.queue import FreeBlocks  # noqa: E402
+from hybrid.vllm.scheduler import mirror_of  # noqa: E402
+from support.vllm_served import BLOCK, Served, configuration  # noqa: E402
+
+BLOCK_BYTES = BLOCK * 4 * 256 * 2 * 2 * 8
+
+Given = list[tuple[list[int], list[int]]]
+
+
+def conversations(seed: int, number: int) -> Given:
+    """Prompts that continue earlier ones with their answers, or begin as others do."""
+    draw = random.Random(seed)
+    histories = [[draw.randrange(3, 30_000) for _ in range(draw.randrange(500, 3000))] for _ in range(6)]
+    made = []
+    for _ in range(number):
+        history = draw.choice(histories)
+        if draw.random() < 0.4:
+            history = history[: draw.randrange(200, len(history))]
+        prompt = history + [draw.randrange(3, 30_000) for _ in range(draw.randrange(20, 900))]
+        answer = [draw.randrange(3, 30_000) for _ in range(draw.randrange(1, 60))]
+        made.append((prompt, answer))
+        if len(prompt) < 6000 and draw.random() < 0.5:
+            histories[draw.randrange(6)] = prompt + answer
+    return made
+
+
+def sound(served: Served) -> None:
+    """Nothing has failed, nothing leaks, the tree is whole."""
+    assert served.mirror is not None
+    assert served.mirror.failure is None
+    assert served.num_leaked == 0
+    assert not served.mirror.tree.check()
+    assert not served.mirror.tree.locks.num_pages
+
+
+def test_lru_hits_what_vllm_hits_and_every_lookup_is_what_the_tree_says() -> None:
+    given, hits = conversations(1, 250), []
+    for options in (None, {"policy": "lru"}, {}):
+        served = Served(60 * BLOCK_BYTES, options)
+        served.serve(given)
+        hits.append(100 * served.hit_tokens / served.prompt_tokens)
+        if served.mirror is not None:
+            sound(served)
+            assert served.mirror.counts.differing == served.mirror.counts.set_apart == 0
+            assert served.mirror.counts.hit_tokens == served.hit_tokens
+    plain, lru, _ = hits
+    assert plain > 15
+    assert -0.7 <= lru - plain <= 3  # with it the ends of answers are kept too
+
+
+@pytest.mark.parametrize(("width", "num_blocks"), [(8, 120), (64, 200), (16, 40)])
+def test_many_at_once_under_a_small_pool(width: int, num_blocks: int) -> None:
+    served = Served(num_blocks * BLOCK_BYTES, {}, at_once=True, chunk=4096)
+    served.serve(conversations(2, 120), width)
+    sound(served)
+    assert served.hit_tokens > 0
+    assert served.mirror is not None
+    counts = served.mirror.counts
+    assert counts.differing <= 0.05 * counts.lookups
+
+
+def test_aborted_requests_leave_nothing_behind() -> None:
+    served, draw = Served(100 * BLOCK_BYTES, {}, at_once=True, chunk=2048), random.Random(4)
+    running = []
+    for prompt, answer in conversations(3, 60):
+        running.append(served.add(prompt, answer))
+        for _ in range(3):
+            served.step()
+        if draw.random() < 0.4:
+            served.abort(running.pop(draw.randrange(len(running))))
+        running = [request for request in running if not request.is_finished()]
+    for request in running:
+        served.abort(request)
+    while served.step():
+        pass
+    sound(served)
+
+
+def test_an_error_leaves_vllm_with_its_own_queue(caplog: pytest.LogCaptureFixture) -> None:
+    served = Served(60 * BLOCK_BYTES, {}, at_once=True)
+    mirror, given = served.mirror, conversations(5, 60)
+    assert mirror is not None
+    served.serve(given[:30], 4)
+
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    mirror.tree.evict_one = broken  # type: ignore[method-assign]
+    served.serve(given[30:], 4)
+    assert isinstance(mirror.failure, ZeroDivisionError)
+    pool = served.scheduler.kv_cache_manager.block_pool
+    assert type(pool.free_block_queue) is FreeKVCacheBlockQueue
+    assert served.num_leaked == 0
+    assert len(pool.free_block_queue.get_all_free_blocks()) == served.num_blocks - 1
+    before = served.hit_tokens
+    served.serve(given[30:], 4)
+    assert served.hit_tokens > before
+
+
+def test_the_scheduler_is_vllms_and_refuses_what_it_cannot() -> None:
+    assert issubclass(hybrid.vllm.Scheduler, AsyncScheduler)
+    served = Served(60 * BLOCK_BYTES, None)
+    config = configuration(60, 8192, 64, {})
+    config.speculative_config = object()
+    with pytest.raises(UnsupportedModelError, match="speculative decoding"):
+        mirror_of(served.scheduler.kv_cache_manager, config)
+
+
+PARAMETERS = {
+    KVCacheManager.get_computed_blocks: ["self", "request"],
+    KVCacheManager.allocate_slots: ["self", "request", "num_new_tokens"],
+    KVCacheManager.free: ["self", "request"],
+    KVCacheManager.pop_blocks_for_free: ["self", "request"],
+    KVCacheManager.reset_prefix_cache: ["self"],
+    KVCacheManager.prefix_cache_lookup_enabled: ["self", "request"],
+    KVCacheCoordinator.cache_blocks: ["self", "request", "num_computed_tokens"],
+    MambaManager.cache_blocks: ["self", "request", "num_tokens", "retention_interval", "replay_boundaries"],
+    BlockPool._maybe_evict_cached_block: ["self", "block"],
+}
+"""What is wrapped or called of vLLM, and its first parameters."""
+
+
+@pytest.mark.parametrize("method", PARAMETERS, ids=lambda method: method.__qualname__)
+def test_what_is_wrapped_has_the_parameters_that_are_known(method: Any) -> None:
+    known = PARAMETERS[method]
+    assert [*inspect.signature(method).parameters][: len(known)] == known
+
+
+def test_the_queue_has_every_method_of_vllms() -> None:
+    theirs = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
+    assert theirs <= {name for name in dir(FreeBlocks) if not name.startswith("_")}
