@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import urllib.parse  # noqa: F401 - Path.as_uri imports it when called, which another user may not be able to
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
