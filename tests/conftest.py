@@ -60,9 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Coverage traces the first and the last set of parameters of each test: it makes Python up to twice as slow, and
-    the sets between pass through the same lines. The tracer is taken away and put back outside of all fixtures, and
-    coverage is not called: it takes locks, in which a test with a timer or with a fork would leave it."""
-    if not item.stash.get(BETWEEN, False) or not item.config.pluginmanager.hasplugin("_cov"):
+    the sets between pass through the same lines. Nor does it trace tests that ask for `untraced`. The tracer is taken
+    away and put back outside of all fixtures, and coverage is not called: it takes locks, in which a test with a timer
+    or with a fork would leave it."""
+    untraced = item.stash.get(BETWEEN, False) or "untraced" in getattr(item, "fixturenames", ())
+    if not untraced or not item.config.pluginmanager.hasplugin("_cov"):
         return (yield)
     with no_tracer():
         return (yield)
@@ -149,12 +151,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def untraced() -> Iterator[None]:
-    """For tests whose signal handlers raise at any moment, or that fork beside other threads: coverage takes a lock in
-    the middle of the code that it traces, which a handler that raises there, or another thread at the moment of a fork,
-    would leave locked for ever. And for tests that pass through the same lines thousands of times."""
-    with no_tracer():
-        yield
+def untraced() -> None:
+    """Keeps coverage from tracing a test and its fixtures, by `pytest_runtest_protocol`. For tests whose signal
+    handlers raise at any moment, or that fork beside other threads: coverage takes a lock in the middle of the code
+    that it traces, which a handler that raises there, or another thread at the moment of a fork, would leave locked for
+    ever. And for tests that pass through the same lines thousands of times, or through those of other tests."""
 
 
 @pytest.fixture

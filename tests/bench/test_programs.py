@@ -30,6 +30,7 @@ def run(hit_rate: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: st
     return {**line["details"], "hit": line["value"]}
 
 
+@pytest.mark.usefixtures("untraced")  # audits of a memory without end
 def test_a_trace_is_counted_to_the_token(
     hit_rate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

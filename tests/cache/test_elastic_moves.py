@@ -13,6 +13,8 @@ from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release, serve
 from support.elastic import ONE, THREE, TWO, elastic, finish, held
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 # Moving together
 
 

@@ -130,6 +130,7 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
     assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
 
 
+@pytest.mark.usefixtures("untraced")  # thousands of operations by the lines of the test before
 @pytest.mark.parametrize("seed", [36, 52])
 def test_stress_with_copies_on_disk_and_files_that_fail(seed: int) -> None:
     report = stress.run_stress(None, seed, 0, 2500, progress=False, audit_every=50)
@@ -180,6 +181,7 @@ def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
     assert report.checked_checkpoints > 0
 
 
+@pytest.mark.usefixtures("untraced")  # the lines of the test before
 @pytest.mark.parametrize("seed", [8, 9])  # both modes, with a drafter that lies
 def test_stress_on_the_model_in_bfloat16_is_clean(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("stress", "--dtype", "bfloat16", "--no-signals", "--operations", "80", "--seed", str(seed))
@@ -314,7 +316,7 @@ def test_generate_drafts(speculation: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_generate_prints_an_answer_while_it_is_computed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: Engine
 ) -> None:
     shown: list[str] = []
     step = Engine.step
@@ -328,7 +330,7 @@ def test_generate_prints_an_answer_while_it_is_computed(
     assert main(["generate", "tiny", *prompts, "--max-new-tokens", "8", "--memory", "64M"]) == 0
     shown.append(capsys.readouterr().out)
     assert len([piece for piece in shown if piece]) >= 6
-    texts = [prompt + answer(Engine.from_pretrained("tiny"), prompt, greedy(8)).text for prompt in prompts]
+    texts = [prompt + answer(tiny, prompt, greedy(8)).text for prompt in prompts]
     for text, found in zip(texts, "".join(shown).split("tokens cached"), strict=False):
         assert text in found
 

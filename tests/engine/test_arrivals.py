@@ -16,6 +16,8 @@ from support.arriving import CopyError, LateCopier, late_copiers
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids
 from support.graphs import overlapping, with_graphs
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 PARAMS = greedy(6, logprobs=3)
 
 

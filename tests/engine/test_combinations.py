@@ -32,6 +32,8 @@ from hybrid import (
 from support.combinations import LONGEST, PAIRWISE, InjectedError, Makes, Settings
 from support.engines import assert_nothing_held, no_even_tokens, not_twice_in_a_row
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 FIRST, LAST = map(int, os.environ.get("HYBRID_FUZZ", "0-8").split("-"))
 """Seeds of the lives: from the first to before the last."""
 

@@ -10,6 +10,8 @@ from hybrid import ArgumentError, CacheConfig, Engine, MemoryBudgetError, Prompt
 from hybrid.commands.checkpoints import check_checkpoints
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 
 def in_one_budget(tiny: Engine, pieces: int, **config: Any) -> Engine:
     """An engine whose pages and states share this many pieces."""

@@ -20,7 +20,7 @@ from hybrid.engine.results import PendingTokens
 from hybrid.kernels.cpu.team import Posted, Team
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, no_even_tokens, run_to_end
 
-pytestmark = pytest.mark.unwatched
+pytestmark = [pytest.mark.unwatched, pytest.mark.usefixtures("untraced")]
 
 PARAMS = [
     greedy(3 * GRID),

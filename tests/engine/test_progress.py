@@ -27,6 +27,8 @@ from hybrid import (
 from support.engines import GRID, assert_nothing_held, greedy, ids
 from support.scheduling import Counting, engine_without_model
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 # Thrashing
 
 

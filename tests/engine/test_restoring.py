@@ -20,6 +20,8 @@ from hybrid.key import Key
 from hybrid.tiers.store import DirectoryStore
 from support.engines import GRID, answer, assert_nothing_held, cold, computing_is_slow, greedy, ids, run_to_end
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 PARAMS = greedy(8, logprobs=3)
 PREFIX = 6 * GRID
 COPIES = 7

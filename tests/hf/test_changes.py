@@ -23,6 +23,8 @@ from support.hf import (
     vision_model,
 )
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 
 @pytest.fixture
 def model() -> Any:

@@ -21,6 +21,8 @@ from hybrid import MemoryBudgetError
 from hybrid.hf.prefix_cache import PrefixCache
 from support.hf import SUPPORTED, VOCAB, WITHOUT_ANSWERS, assert_nothing_held, tiny_model
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 FIRST, LAST = map(int, os.environ.get("HYBRID_FUZZ", "0-10").split("-"))
 """Seeds of the lives: from the first to before the last."""
 

@@ -430,6 +430,7 @@ def test_each_call_asks_its_own_drafter_though_another_one_is_equal(model: Any) 
     assert [len(drafter.calls) for drafter in drafters] == [4, 2]
 
 
+@pytest.mark.usefixtures("untraced")  # 40 calls through the same lines
 def test_a_drafter_of_its_own_for_each_call_is_not_kept_for_ever(model: Any) -> None:
     cache, made = cache_on(model, deterministic=False), []
     for _ in range(40):

@@ -17,6 +17,8 @@ from hybrid.kernels.triton import attention
 from hybrid.kernels.triton.attention import HOPPER_SHARED_MEMORY, MIN_PIECE, choose_splits, choose_tile
 from support.tensors import ints, same_bits, starts_of
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

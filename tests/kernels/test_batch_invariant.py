@@ -7,6 +7,8 @@ from torch import Tensor
 from hybrid.kernels.ops import linear
 from support.tensors import same_bits
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 SHAPES = [(96, 64), (64, 96), (50, 33), (512, 192), (4, 64), (1, 45), (6, 160), (3, 1), (1, 1)]
 """(out, in) of weights; 50 x 33 lies nowhere on a round address."""
 

@@ -18,6 +18,8 @@ from hybrid.kernels.triton import delta_rule
 from support.interpreter import multiply_bfloat16
 from support.tensors import ints, raw_gates, rows_of, same_bits, starts_of, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = (torch.float16, torch.bfloat16)
 CHUNK = 16

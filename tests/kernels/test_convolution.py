@@ -14,6 +14,8 @@ from hybrid.kernels import reference
 from hybrid.kernels.triton.convolution import TILE, causal_conv1d
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -15,6 +15,8 @@ from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.reference import state_space as twins
 from support.tensors import ints, rows_of, same_bits, starts_of
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(4, 2, 5, 6), (8, 1, 16, 64), (3, 3, 33, 83)]
 """(heads, groups, state size, head size)."""

@@ -16,6 +16,8 @@ from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.kernels import reference as kernels
 from support.tensors import ints, poisoned_states, raw_gates, rows_of, same_bits, starts_of, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 CHUNK = 16
 LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 2 * CHUNK]
 READS, WRITES = (

@@ -13,6 +13,8 @@ from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.cpu.memory import shift_rows, take_rows
 from support.tensors import ints, same_bits
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 

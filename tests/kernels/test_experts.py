@@ -13,6 +13,8 @@ from hybrid.kernels.reference import experts as twins
 from hybrid.kernels.triton import experts as kernels
 from support.tensors import same_bits
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]

@@ -10,6 +10,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from hybrid.kernels.ops import OPS
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 LIMITS = (2**31 - 1, 65535, 65535)
 """Programs along each axis, for any CUDA device."""
 

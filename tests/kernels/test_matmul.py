@@ -14,6 +14,8 @@ from hybrid.kernels.triton import matmul
 from hybrid.kernels.triton.matmul import batch_invariant_linear
 from support.tensors import same_bits
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]

@@ -12,6 +12,8 @@ from hybrid.kernels import ops, reference
 from hybrid.kernels.triton import attention
 from support.tensors import ints, same_bits, starts_of
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
 BITS = {torch.float32: (0x7FC00000, 0x7F800001, -1), torch.float16: (0x7E00, 0x7C01, -1)}
 """A quiet NaN, a signalling one, and one of all bits."""

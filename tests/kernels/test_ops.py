@@ -272,7 +272,8 @@ def test_why_another_package_is_not_used_is_told(
     assert caplog.messages == ["causal_conv1d on cuda: our Triton kernel: a-package cannot be used (it is not there)"]
 
 
-PROMPTS = [list(range(5, 45)), [*range(5, 37), 7]]
+PROMPTS = [list(range(5, 27)), [*range(5, 21), 7]]
+"""Short ones: interpreted programs take milliseconds each."""
 Told = list[list[list[object]]]
 
 
@@ -285,7 +286,7 @@ def answers(checkpoint: str, deterministic: bool) -> Told:
         memory.fill_(float("nan"))
     for tensor in tensors:
         tensor[0] = 0  # the empty state
-    params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=1)
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, logprobs=1)
     told = []
     for _ in range(2):
         outputs = engine.generate(PROMPTS, params, progress=False)
@@ -327,7 +328,7 @@ def test_an_engine_runs_on_interpreted_kernels(tmp_path: Path, request: pytest.F
         for mine, expected in zip(ours, twins, strict=True):
             assert [answer[:2] for answer in mine] == [answer[:2] for answer in expected]
         cold, warm = ours
-        assert all(answer[1] >= 32 for answer in warm)
+        assert all(answer[1] >= 16 for answer in warm)
     assert [answer[2] for answer in warm] == [answer[2] for answer in cold]
 
 

@@ -26,6 +26,8 @@ from support.recording import records
 from support.small_passes import CPU, VOCAB, computed, engine_of, interpreted, memory_of, planned, put_back
 from support.tensors import ints, same_bits, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 LENGTHS = (GRID + 3, 5, GRID - 1)
 """Tokens of prompts; that of the last one is a boundary when it decodes."""
 

@@ -21,6 +21,8 @@ from support.recording import HostReadError, records
 from support.small_passes import CPU, VOCAB, computed, engine_of, interpreted, memory_of, planned, put_back
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 
 @pytest.fixture(autouse=True)
 def _plain(use_kernels: Callable[[str], None]) -> None:

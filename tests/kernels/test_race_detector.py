@@ -18,7 +18,10 @@ from support.program_order import ORDERS, Loom
 from support.races import BOUNDS, RACE, UNFENCED
 from support.tensors import ints, rows_of, starts_of
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU"),
+    pytest.mark.usefixtures("untraced"),  # the lines of other tests, through interpreted kernels
+]
 
 ARRIVE = '            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == PROGRAMS - 1\n'
 ALL_HAVE_READ = "            tl.debug_barrier()  # all threads have read\n"

@@ -10,6 +10,8 @@ from hybrid.batch import StateSteps
 from hybrid.models.attention import decode_windows, window_attention
 from support.tensors import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
 
+pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
+
 HEADS, KV_HEADS, DIM, CHUNK, SLOTS, SCALE = 4, 2, 6, 8, 14, 0.3
 WINDOWS = [1, 3, CHUNK, 2 * CHUNK + 5]
 

@@ -18,6 +18,8 @@ from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.weights import quantize_rows
 from support.checkpoints import WEIGHTS, cast_weights, layers, random_model, text_config, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 CPU = torch.device("cpu")
 FAMILIES = ["bamba, odd sizes", "qwen3_5_text, odd sizes", "qwen3_next, odd sizes"]
 

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 EXACT = {
     "abs", "add", "add_", "arange", "argmax", "as_strided", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk",
     "clamp", "clamp_min", "clone", "constant_pad_nd", "copy", "copy_", "detach", "detach_",

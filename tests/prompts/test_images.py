@@ -44,6 +44,7 @@ def with_image(seed: int, start: int = 3, count: int = 1, length: int = 40) -> I
 # What tells images apart
 
 
+@pytest.mark.usefixtures("untraced")  # thousands of keys by the same lines
 @pytest.mark.parametrize(("start", "count"), [(PAGE - 1, 200_000), (3, 10_000), (0, 10_000)])
 def test_200_000_images_of_one_position_have_200_000_keys(start: int, count: int) -> None:
     """With 31 bits per position, 65,165 contents had a collision. It is in every page with a part of the image that

@@ -12,6 +12,8 @@ from hybrid.speculation.config import SpeculationConfig
 from support.drafters import VOCAB, following
 from support.engines import GRID, assert_nothing_held, ids
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["map", "list"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},

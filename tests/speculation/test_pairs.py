@@ -17,6 +17,8 @@ from hybrid.memory.pool import EMPTY_STATE
 from hybrid.speculation.drafter import History
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 Numbers = NDArray[np.float64]
 
 VOCAB, WIDTH = 1024, 32

@@ -7,6 +7,8 @@ import pytest
 from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, drafts, memory_pressure, under_pressure
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:

@@ -14,6 +14,8 @@ from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain, following
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 
 def engine_with(
     tiny: Engine, drafter: Drafter, *, pages: int = 128, states: int = 32, audit: bool = True, **cache: Any

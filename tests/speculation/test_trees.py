@@ -15,6 +15,8 @@ from hybrid.speculation.drafts import Drafts, DraftTree
 from support.drafters import VOCAB, Scripted
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 SAMPLED = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=3, temperature=1.2, top_p=0.9, seed=5)
 GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=3)
 

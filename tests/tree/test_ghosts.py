@@ -21,6 +21,8 @@ from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.tree import Tree
 from support.caches import AuditedCache, TreeCase, audited_cache, key_of, serve, start
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 # The second sight
 
 

@@ -15,6 +15,8 @@ from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Policy, PolicyWarning
 from support.caches import AuditedCache, key_of, release, serve, start
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 TEXTS = ("ab", "abc", "de", "abf", "ghij", "ab", "abf", "klm")
 
 

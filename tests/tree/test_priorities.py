@@ -17,6 +17,8 @@ from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts
 from hybrid.tree.tree import Tree
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 PAGE = 4
 PROMPT = 8 * PAGE
 

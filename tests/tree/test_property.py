@@ -19,6 +19,8 @@ from hybrid.tree.node import Checkpoint, Kind, Lock, Match, Released
 from hybrid.tree.policies import POLICIES
 from hybrid.tree.tree import Tree
 
+pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
+
 Prefix = tuple[str, tuple[int, ...]]
 """A namespace, and all tokens from the start."""
 
