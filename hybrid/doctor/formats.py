@@ -29,6 +29,9 @@ MOONCAKE_BLOCK = 512
 LOGGED_IDS = re.compile(r"(?:prompt_token_ids: |input_ids=)\[([\d, ]+)\]")
 """Token ids in a line of a log of vLLM or SGLang."""
 
+ARRAY = re.compile(rb"\[\s*(?:\{|$)")
+"""The beginning of an array of requests; a line of a log may begin with a bracket too."""
+
 CHUNK = 1 << 20
 """Bytes that are read at a time of a file that is one JSON array."""
 
@@ -81,9 +84,9 @@ def records(path: Path, template: Template, progress: Callable[[int], object]) -
 
 def _values(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Iterator[tuple[int, Any]]:
     """The JSON values of a file with their lines: one a line, or the elements of one array; other lines as texts."""
-    first = file.read(1)
+    is_array = ARRAY.match(file.read(64)) is not None
     file.seek(0)
-    if first == b"[":
+    if is_array:
         yield from _elements(path, file, progress)
         return
     for number, line in enumerate(file, 1):
