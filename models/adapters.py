@@ -7,12 +7,13 @@ order too. Merged weights would serve one adapter; applied apart, several serve 
 
 import hashlib
 import math
-import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor, nn
 
@@ -20,16 +21,23 @@ from hybrid.batch import LowRank
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.json_files import read_config
+from hybrid.models.json_files import MAX_CONFIG_BYTES, parse_config, read_text
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Router
-from hybrid.models.weights import FLOATS, Stored, file_tensors
+from hybrid.models.weights import FLOATS, Stored, tensors_of
+from hybrid.tensor_file import FileBytes, HeldBytes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
 """Prefix of all tensors of an adapter."""
+
+PATTERN_SECONDS = 0.5
+"""Seconds for which the patterns of an adapter may be matched: it is loaded while requests run."""
+
+MAX_PATTERN_CHARACTERS = 1000
+"""The maximum length of a pattern."""
 
 UNSUPPORTED = (
     "use_dora",
@@ -79,14 +87,19 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
-    config = read_config(path / CONFIG)
+    text = read_text(path / CONFIG, MAX_CONFIG_BYTES)
+    config = parse_config(text, path / CONFIG)
     _refuse_unsupported(config, path)
-    stored = {_name_in_model(name): tensor for name, tensor in file_tensors(path / WEIGHTS).items()}
+    contents = _read(path / WEIGHTS)
+    digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: somebody may write to the files meanwhile
+    digest.update(contents.contents)
+    stored = {_name_in_model(name): tensor for name, tensor in tensors_of(contents, path / WEIGHTS).items()}
+    scales = Scales(path, config)
     weights: dict[nn.Module, LowRank] = {}
     used: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module is not model.lm_head and not isinstance(module, Router):
-            found = _low_rank(path, config, name, module, model, stored)
+            found = _low_rank(path, scales, name, module, model, stored)
             if found is not None:
                 weights[module], names = found
                 used.update(names)
@@ -97,14 +110,11 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
             f"{[name[:200] for name in unused[:8]]}; supported are the projections of attention, linear-attention and "
             "dense feed-forward layers"
         )
-    digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG, WEIGHTS):
-        digest.update((path / name).read_bytes())
     return Adapter(path, weights, digest.hexdigest())
 
 
 def _low_rank(
-    path: Path, config: dict[str, Any], name: str, module: Linear, model: CausalLM, stored: Mapping[str, Stored]
+    path: Path, scales: "Scales", name: str, module: Linear, model: CausalLM, stored: Mapping[str, Stored]
 ) -> tuple[LowRank, tuple[str, str]] | None:
     """The matrices of a module and the names of their tensors; None: the adapter does not change it."""
     (layout, *_) = model.layouts(f"{name}.weight", model.config)
@@ -121,14 +131,22 @@ def _low_rank(
     if source.rows is not None and b.shape[0] > int(source.rows.max()):
         b = b[source.rows]
     rank = a.shape[0]
+    if not rank:
+        raise CheckpointError(f"{path}: {on_disk} has matrices of rank 0, which change nothing; leave them out")
     if a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
         raise CheckpointError(
             f"{path}: {on_disk} has lora_A {list(known[0].shape)} and lora_B {list(known[1].shape)}, which do not fit "
             f"a weight of {list(weight.shape)}"
         )
-    scale = _scale(config, on_disk, rank)
+    scale = scales.of(on_disk, rank)
     own = weight.device, model.dtype
-    low_rank = LowRank(a.to(*own).contiguous(), (b.float() * scale).to(*own).contiguous())
+    scaled = (b.float() * scale).to(*own).contiguous()
+    if not scaled.isfinite().all():
+        raise CheckpointError(
+            f"{path}: {on_disk}: lora_B times {scale:.3g} (lora_alpha over the rank) is beyond {model.dtype}; make "
+            "lora_alpha smaller"
+        )
+    low_rank = LowRank(a.to(*own).contiguous(), scaled)
     return low_rank, names
 
 
@@ -143,12 +161,63 @@ def _tensor(path: Path, stored: Stored) -> Tensor:
     return tensor
 
 
-def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """The factor of a module's matrices."""
-    patterns: dict[str, float] = config.get("alpha_pattern") or {}
-    own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    alpha = float(next(own, config.get("lora_alpha", 8)))
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+class Scales:
+    """The factors of the matrices of an adapter.
+
+    Args:
+        path: of the adapter, for errors.
+        config: its settings; the keys of `alpha_pattern` are regular expressions for the ends of names of modules, as
+            in PEFT. All of them together are given `PATTERN_SECONDS`.
+
+    Raises:
+        CheckpointError: a pattern is none.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path = path
+        self._alpha = config.get("lora_alpha", 8)
+        self._by_root = bool(config.get("use_rslora"))
+        self._seconds = PATTERN_SECONDS
+        self._patterns: list[tuple[regex.Pattern[str], float]] = []
+        for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+            try:
+                if len(pattern) > MAX_PATTERN_CHARACTERS:
+                    raise regex.error(f"it has {len(pattern)} characters; at most {MAX_PATTERN_CHARACTERS} are read")
+                self._patterns.append((regex.compile(rf"(.*\.)?({pattern})$"), alpha))
+            except (regex.error, RecursionError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{path / CONFIG}: alpha_pattern: {pattern!r:.100} is not a regular expression: {error!s:.200}"
+                ) from error
+
+    def of(self, module: str, rank: int) -> float:
+        """The factor of a module's matrices.
+
+        Raises:
+            CheckpointError: matching the patterns takes too long.
+        """
+        alpha = float(next((alpha for pattern, alpha in self._patterns if self._matches(pattern, module)), self._alpha))
+        return alpha / math.sqrt(rank) if self._by_root else alpha / rank
+
+    def _matches(self, pattern: "regex.Pattern[str]", module: str) -> bool:
+        began = time.perf_counter()
+        try:
+            return pattern.match(module, timeout=max(self._seconds, 1e-3)) is not None
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{self._path / CONFIG}: matching alpha_pattern takes more than {PATTERN_SECONDS} s; write plain names "
+                "of modules instead of patterns that can match in many ways"
+            ) from error
+        finally:
+            self._seconds -= time.perf_counter() - began
+
+
+def _read(path: Path) -> HeldBytes:
+    """Read a file once, and keep a copy."""
+    try:
+        file = FileBytes(path)
+        return HeldBytes(file.read(0, file.num_bytes))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
 
 
 def _name_in_model(name: str) -> str:

@@ -76,6 +76,15 @@ def read_json(path: Path, max_bytes: int) -> Any:
     Raises:
         CheckpointError: the file cannot be read, is larger than `max_bytes`, or is not JSON.
     """
+    return parse_json(read_text(path, max_bytes), path)
+
+
+def read_text(path: Path, max_bytes: int) -> bytes:
+    """Read a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is larger than `max_bytes`.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -83,7 +92,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes: it is not a file of this kind")
-    return parse_json(content, path)
+    return content
 
 
 def read_config(path: Path) -> Any:
@@ -92,7 +101,12 @@ def read_config(path: Path) -> Any:
     Raises:
         CheckpointError: the file cannot be read, is not JSON, or a value in it is out of bounds.
     """
-    config = read_json(path, MAX_CONFIG_BYTES)
+    return parse_config(read_text(path, MAX_CONFIG_BYTES), path)
+
+
+def parse_config(text: bytes, path: Path) -> Any:
+    """Parse a configuration, as `read_config` reads it."""
+    config = parse_json(text, path)
     values: list[tuple[str, Any, int]] = [("", config, 0)]
     num_values = 1
     while values:

@@ -1,14 +1,14 @@
 """Weights from safetensors files to parameters: which tensors on disk make up a parameter, and how they are read.
 
 A family lists for each parameter the tensors on disk that make it up (`Layouts`), and the loader does the rest. It
-reads each tensor once, in slices of the mapped file, and releases each slice after reading it. So loading takes the
-memory of the model and a few slices, and errors name a missing or unexpected tensor by its name on disk.
+reads each tensor once, in slices. So loading takes the memory of the model and a slice, and errors name a missing or
+unexpected tensor by its name on disk. Files are read and not mapped: a model does not change, or end its process, when
+somebody writes to its file.
 """
 
 from __future__ import annotations
 
 import mmap
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
+from hybrid.models.json_files import MAX_INDEX_BYTES, read_json
+from hybrid.tensor_file import FileBytes, HeldBytes, UnknownTypeError, read_header
 
 SLICE_BYTES = 4 * 2**20
 """Bytes of a tensor that are read at a time."""
@@ -33,27 +34,8 @@ MAX_HEADER_BYTES = 32 * 2**20
 MAX_FILES = 10_000
 """The maximum number of files of weights."""
 
-MAX_DIMENSIONS = 8
-"""The maximum number of dimensions of a tensor."""
-
 MAX_NAMED = 20
 """The maximum number of tensors that an error names."""
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Types of the safetensors format."""
 
 SCALE = "_scale_inv"
 """End of the name of a tensor with the factors of another one, which is stored as 8-bit floats."""
@@ -89,7 +71,7 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        file: the mapped file.
+        file: its bytes.
         path: of the file.
         name: of the tensor.
         dtype, shape: of the tensor.
@@ -97,7 +79,7 @@ class Stored:
         scale: a factor for each block of it, of `block` rows and columns; None: its values are as they are.
     """
 
-    file: mmap.mmap
+    file: FileBytes | HeldBytes
     path: Path
     name: str
     dtype: torch.dtype
@@ -112,29 +94,40 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
-        """A view of the file."""
-        if not self.num_bytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self.file, dtype=self.dtype, count=prod(self.shape), offset=self.start)
-        return flat.view(self.shape)
+        """Read all of it."""
+        return self.part(0, self.shape, torch.empty(self.num_bytes, dtype=torch.uint8))
 
     def has_values_of(self, other: Stored) -> bool:
         """Tell whether another tensor has the same shape and values."""
         if self.shape != other.shape:
             return False
-        step = max(1, SLICE_BYTES // max(1, self.num_bytes // max(1, len(self.tensor()))))
-        pairs = zip(self.tensor().split(step), other.tensor().split(step), strict=True)
-        same = all(torch.equal(a.float(), b.float()) for a, b in pairs)
-        self.release()
-        other.release()
-        return same
+        step = SLICE_BYTES // max(self.dtype.itemsize, other.dtype.itemsize)
+        buffers = [torch.empty(SLICE_BYTES, dtype=torch.uint8) for _ in range(2)]
+        for first in range(0, prod(self.shape), step):
+            shape = (min(step, prod(self.shape) - first),)
+            one, two = (each.part(first, shape, own) for each, own in zip((self, other), buffers, strict=True))
+            if not torch.equal(one.float(), two.float()):
+                return False
+        return True
 
-    def release(self) -> None:
-        """Free the memory of the mapped file that reading has filled; reading again reads the disk again."""
-        if sys.platform != "linux":  # elsewhere this advice is missing, or means something else
-            return
-        start = self.start - self.start % mmap.PAGESIZE
-        self.file.madvise(mmap.MADV_DONTNEED, start, self.start + self.num_bytes - start)
+    def part(self, first: int, shape: Sequence[int], buffer: Tensor) -> Tensor:
+        """Read consecutive elements into a buffer, and return them as a view of it.
+
+        Args:
+            first: the first of them.
+            shape: of what is returned.
+            buffer: `[N]` uint8, at least as large.
+
+        Raises:
+            CheckpointError: they cannot be read: the file was cut off meanwhile, or its disk fails.
+        """
+        size = self.dtype.itemsize
+        own = buffer[: prod(shape) * size]
+        try:
+            self.file.read_into(self.start + first * size, memoryview(own.numpy()))  # type: ignore[arg-type]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path} is damaged or truncated: {self.name[:100]!r}: {error}") from error
+        return own.view(self.dtype).view(tuple(shape))
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -161,13 +154,16 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def file_tensors(file: Path) -> dict[str, Stored]:
-    """Every tensor of one file by its name.
+def tensors_of(contents: HeldBytes, path: Path) -> dict[str, Stored]:
+    """Every tensor of the contents of one file by its name.
+
+    Args:
+        path: of the file, for errors.
 
     Raises:
         CheckpointError: it is damaged or truncated, or has an unknown dtype.
     """
-    return {stored.name: stored for stored in _read_header(file)}
+    return {stored.name: stored for stored in _tensors(contents, path)}
 
 
 WAY_OUT = (
@@ -270,43 +266,27 @@ def _weight_map(path: Path) -> dict[str, str] | None:
 
 
 def _read_header(path: Path) -> Iterator[Stored]:
-    """The tensors of a file. Its format: eight bytes with the length of the header, the header as JSON, the tensors."""
+    """The tensors of a file."""
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = FileBytes(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; check its permissions, or copy it again") from error
-    except ValueError as error:  # an empty file cannot be mapped
-        raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-    length = int.from_bytes(mapped[:8], "little")
-    if length > min(MAX_HEADER_BYTES, len(mapped) - 8):
-        raise CheckpointError(
-            f"{path} is damaged or truncated: its header has {length} bytes, the file {len(mapped)}; at most "
-            f"{MAX_HEADER_BYTES} are supported"
-        )
-    entries = parse_json(mapped[8 : 8 + length], path)
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} is damaged or truncated: its header is not an object")
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            yield _stored(mapped, path, name, entry, 8 + length)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _tensors(file, path)
 
 
-def _stored(mapped: mmap.mmap, path: Path, name: str, entry: Any, data: int) -> Stored:
-    """The tensor of an entry of a header, of a file whose tensors begin at byte `data`."""
+def _tensors(file: FileBytes | HeldBytes, path: Path) -> Iterator[Stored]:
     try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{path}: {name} has dtype {dtype!r:.100}, which is unknown")
-        numbers = (*shape, start, end)
-        if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= len(mapped) for n in numbers):
-            raise ValueError("its shape or its offsets are out of bounds")
-        stored = Stored(mapped, path, name, DTYPES[dtype], shape, data + start)
-        if end - start != stored.num_bytes or data + end > len(mapped):
-            raise ValueError("its data is not inside the file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged or truncated: {name[:100]!r}: {error}") from error
-    return stored
+        header = read_header(file.read, file.num_bytes, MAX_HEADER_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; check its permissions, or copy it again") from error
+    except UnknownTypeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
+    for name, (dtype, shape, start, _) in header.tensors.items():
+        yield Stored(file, path, name, dtype, shape, start)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -435,6 +415,7 @@ class Loader:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
     _memory: WeightMemory = field(init=False)
+    _buffer: Tensor = field(init=False)  # of a slice
 
     def load(self, tensors: Mapping[str, Stored], on_read: Callable[[int], object]) -> dict[str, Tensor]:
         """Make the parameters.
@@ -467,6 +448,7 @@ class Loader:
                 on_disk[parameter].add(stored.dtype)
         types = {parameter: self._type(parameter, on_disk[parameter]) for parameter in self.shapes}
         self._memory = self._memory_for(types)
+        self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
         for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
@@ -514,34 +496,50 @@ class Loader:
         return self.parameters[name]
 
     def _fill(self, parameter: Tensor, source: Source, stored: Stored, on_read: Callable[[int], object]) -> None:
-        target, read = parameter[source.at], stored.tensor()
+        target = parameter[source.at]
         if stored.scale is not None:
-            if read.dim() > 2:  # experts: one after another
-                for index, values in enumerate(read):
-                    target[index].copy_(_restored(values, stored.scale[index], stored.block))
-                stored.release()
-                on_read(stored.num_bytes)
-                return
-            read = _restored(read, stored.scale, stored.block)
-        if source.rows is None:
-            self._copy(target, read, stored, on_read)
-            return
-        step = max(1, SLICE_BYTES // (read[0].numel() * read.itemsize))
-        for start in range(0, len(target), step):
-            self._copy(target[start : start + step], read[source.rows[start : start + step]], stored, on_read)
+            self._fill_restored(target, source, stored)
+            on_read(stored.num_bytes)
+        elif source.rows is None:
+            self._copy(target, stored, 0, on_read)
+        else:
+            row, done = prod(stored.shape[1:]), 0
+            for first, count in _runs(source.rows.tolist()):
+                self._copy(target[done : done + count], stored, first * row, on_read)
+                done += count
 
-    def _copy(self, target: Tensor, read: Tensor, stored: Stored, on_read: Callable[[int], object]) -> None:
-        """Copy in slices, each released at once."""
-        num_bytes = read.numel() * read.itemsize
+    def _fill_restored(self, target: Tensor, source: Source, stored: Stored) -> None:
+        """Fill a parameter from 8-bit floats and their factors."""
+        assert stored.scale is not None
+        if len(stored.shape) > 2:  # experts: one after another
+            size, buffer = prod(stored.shape[1:]), torch.empty(prod(stored.shape[1:]), dtype=torch.uint8)
+            for index in range(stored.shape[0]):
+                values = stored.part(index * size, stored.shape[1:], buffer)
+                target[index].copy_(_restored(values, stored.scale[index], stored.block))
+            return
+        whole = _restored(stored.tensor(), stored.scale, stored.block)
+        target.copy_(whole if source.rows is None else whole[source.rows])
+
+    def _copy(self, target: Tensor, stored: Stored, first: int, on_read: Callable[[int], object]) -> None:
+        """Copy consecutive elements from `first` on, in slices."""
+        num_bytes = target.numel() * stored.dtype.itemsize
         if num_bytes <= SLICE_BYTES:
-            target.copy_(read)
-            stored.release()
+            target.copy_(stored.part(first, target.shape, self._buffer))
             on_read(num_bytes)
             return
-        step = SLICE_BYTES * len(read) // num_bytes
-        for start in range(0, len(read), max(1, step)):
+        step, row = SLICE_BYTES * len(target) // num_bytes, target[0].numel()
+        for start in range(0, len(target), max(1, step)):
             rows = slice(start, start + step) if step else start
-            self._copy(target[rows], read[rows], stored, on_read)
+            self._copy(target[rows], stored, first + start * row, on_read)
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive rows: the first of each, and how many."""
+    start = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1:
+            yield rows[start], at - start
+            start = at
 
 
 def _named(names: list[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,7 +94,9 @@ class Archives:
                 checkpoints.append(reader.read_checkpoint(node.slot))
         return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
 
-    def load(self, source: str | Path | Contents | Archive, model: str | Fingerprint) -> Transfer:
+    def load(
+        self, source: str | Path | Contents | Archive, model: str | Fingerprint, vocab_size: int | None = None
+    ) -> Transfer:
         """Bring the prefixes of an archive into the cache, each boundary whole or not at all.
 
         What is loaded is not evicted for what is loaded after it: when the memory is full, the rest goes to the tiers,
@@ -102,6 +105,7 @@ class Archives:
         Args:
             source: an archive, its bytes, or the path of its file.
             model: a name for the model and its weights, or a whole fingerprint.
+            vocab_size: token ids are smaller than this; None: whatever is in the archive is one.
 
         Raises:
             CacheFileError: it is damaged, or was made by another model, or with other settings. Nothing was changed.
@@ -114,7 +118,23 @@ class Archives:
         if differences:
             raise CacheFileError("these prefixes cannot be used here: " + "; ".join(differences))
         _check_nodes(archive)
+        _check_ids(archive, vocab_size)
+        self._check_sizes(archive)
         return self._bring_in(archive)
+
+    def _check_sizes(self, archive: Archive) -> None:
+        """Refuse rows that are not as long as pages and checkpoints are here.
+
+        Raises:
+            CacheFileError: they are not.
+        """
+        here = self._memory.content_bytes
+        if here is None:
+            return
+        found = (archive.pages, archive.checkpoints)
+        for what, rows, num_bytes in zip(("page", "checkpoint"), found, here, strict=True):
+            if len(rows) and rows.shape[1] != num_bytes:
+                raise CacheFileError(f"a {what} of these prefixes has {rows.shape[1]} bytes, and {num_bytes} here")
 
     def _bring_in(self, archive: Archive) -> Transfer:
         tree, done, locks = self._tree, Transfer(), list[StateLock]()
@@ -125,6 +145,9 @@ class Archives:
                 boundary = _boundary(archive, index)
                 if node.end % tree.grid or boundary.key.whole(node.end, 1) != node.end:
                     done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
+                    continue
+                if not self._restorer.is_finite(boundary):
+                    done.skipped[RestoreOutcome.NOT_FINITE.value] += 1
                     continue
                 outcome, num_pages = self._restorer.restore(boundary)
                 if outcome in (RestoreOutcome.RESTORED, RestoreOutcome.PRESENT):
@@ -209,6 +232,21 @@ def _check_nodes(archive: Archive) -> None:
             raise CacheFileError(
                 f"node {index} of these prefixes has an unknown kind of checkpoint: {node.kind!r:.100}"
             )
+
+
+def _check_ids(archive: Archive, vocab_size: int | None) -> None:
+    """Refuse ids that no token has: what is cached is proposed as drafts. Those of images are negative, and are not
+    computed.
+
+    Raises:
+        CacheFileError: there is one.
+    """
+    ids = np.frombuffer(archive.ids, np.int32)
+    if vocab_size is not None and len(ids) and ids.max() >= vocab_size:
+        raise CacheFileError(
+            f"these prefixes hold the token id {ids.max()}; the model has ids up to {vocab_size - 1}: no cache of it "
+            "has written them"
+        )
 
 
 def _boundary(archive: Archive, index: int) -> Boundary:

@@ -706,19 +706,26 @@ class HybridCache:
         with self.bookkeeping():
             return self._archives.collect(keys, namespace, model, after)
 
-    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
+    def load(
+        self,
+        source: str | Path | Contents | Archive,
+        *,
+        model: str | Fingerprint,
+        vocab_size: int | None = None,
+    ) -> Transfer:
         """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
         before it, or not at all. Evicts for them as a request does; what there is no memory for goes to the tiers.
 
         Args:
             model: the name, or the fingerprint, under which it was saved.
+            vocab_size: of the model, if it may get drafts from this cache: what has other token ids is refused.
 
         Raises:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
             ArgumentError: the memory has no contents that can be written.
         """
         with self.bookkeeping():
-            return self._archives.load(source, model)
+            return self._archives.load(source, model, vocab_size)
 
     # The whole
 

@@ -52,7 +52,9 @@ class DisabledCache(HybridCache):
     def donate_states(self, lease: Lease, limit: int) -> None:
         """Keep nothing."""
 
-    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
+    def load(
+        self, source: str | Path | Contents | Archive, *, model: str | Fingerprint, vocab_size: int | None = None
+    ) -> Transfer:
         """Raise ArgumentError: nothing can be loaded."""
         raise ArgumentError("load: this cache is disabled; use CacheConfig(enabled=True)")
 

@@ -24,6 +24,7 @@ class RestoreOutcome(Enum):
     PRESENT = "the cache has it already"
     NO_MEMORY = "there is no memory for it"
     INCOMPLETE = "pages before it are missing"
+    NOT_FINITE = "it holds NaN or infinity"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Restorer:
             return outcome, missing if outcome is RestoreOutcome.RESTORED else 0
         finally:
             self._opener.close(lease)
+
+    def is_finite(self, boundary: Boundary) -> bool:
+        """Tell whether contents of a boundary hold no NaN and no infinity: what does is never shared."""
+        return self._memory.are_finite(boundary.pages, boundary.checkpoint)
 
     @property
     def arrivals(self) -> Uploads:

@@ -161,11 +161,13 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
                 "that made them: HybridCache(memory, config, model='my-model 3')"
             )
         here = fingerprint_named(memory, config, model)
-        disk = DiskTier(config.directory, config.disk, _origin(here), savings, wants_ids=config.directory_readable)
+        disk = DiskTier(
+            config.directory, config.disk, _origin(here, memory), savings, wants_ids=config.directory_readable
+        )
     return Tiers(host, disk, savings, memory, sizes, config, here)
 
 
-def _origin(here: Fingerprint) -> Origin:
+def _origin(here: Fingerprint, memory: CacheMemory) -> Origin:
     """Copies with this fingerprint, or one that differs in what does not matter, can be used. Those that must be
     bitwise what is computed here must be of the same arithmetic, too."""
     own = arithmetic() if here.deterministic else {}
@@ -177,4 +179,4 @@ def _origin(here: Fingerprint) -> Origin:
         others = [name for name, value in own.items() if there.get(name) != value]
         return found + [f"{name} is {there.get(name)!r:.100} there and {own[name]!r:.100} here" for name in others]
 
-    return Origin(json.dumps({**here.as_json(), "arithmetic": own}, sort_keys=True), differences)
+    return Origin(json.dumps({**here.as_json(), "arithmetic": own}, sort_keys=True), differences, memory.content_bytes)

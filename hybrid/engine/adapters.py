@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybrid.checks import shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import check_namespace
 from hybrid.models.adapters import Adapter, load_adapter
@@ -62,7 +63,7 @@ class Adapters(Mapping[str, Adapter]):
         dropped and loaded again finds what it cached, and one with other weights under the same name does not.
 
         Raises:
-            ArgumentError: the name is not a text, or is in use.
+            ArgumentError: the name is not a text, or is in use, or the path is none.
             CheckpointError: the folder holds no adapter that fits the model.
             MemoryBudgetError: `EngineConfig.adapter_memory` does not suffice. It was not loaded.
             OwnershipError: another thread owns the engine.
@@ -74,6 +75,8 @@ class Adapters(Mapping[str, Adapter]):
             )
         if name in self._loaded:
             raise ArgumentError(f"an adapter named {name!r} is loaded; unload it first, or choose another name")
+        if not isinstance(path, str | Path) or not str(path):
+            raise ArgumentError(f"the path of an adapter is that of a folder of PEFT; got {shown(path)}")
         adapter = load_adapter(Path(path), self._model)
         total = self.num_bytes + adapter.num_bytes
         if self._max_bytes is not None and total > self._max_bytes:

@@ -554,7 +554,7 @@ class Engine:
         self._claim()
         archive, model = read_archive(source, store), self._fingerprint_of_cache()
         with self._steps.bookkeeping():
-            return self.cache.load(archive, model=model)
+            return self.cache.load(archive, model=model, vocab_size=self.model.config.vocab_size)
 
     def _archive(
         self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0

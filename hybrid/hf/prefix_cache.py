@@ -380,7 +380,11 @@ class PrefixCache:
         archive = read_archive(source)
         with self._bookkeeping():
             self._key_space("")
-            return self.cache.load(archive.renamed(self._version.key_space), model=self._fingerprint(self.cache.memory))
+            return self.cache.load(
+                archive.renamed(self._version.key_space),
+                model=self._fingerprint(self.cache.memory),
+                vocab_size=self._model.vocab_size,
+            )
 
     def _archive(self, input_ids: Tensor | None, namespace: str) -> Archive:
         with self._bookkeeping():

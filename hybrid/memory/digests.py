@@ -46,6 +46,26 @@ class ContentWriter(ContentReader, Protocol):
         ...
 
 
+@runtime_checkable
+class ContentChecker(Protocol):
+    """A reader that knows what contents can be those of its pages and checkpoints. Contents of others are believed.
+
+    Attributes:
+        page_bytes, checkpoint_bytes: bytes of what it reads and writes.
+    """
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
+
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
+        """Tell whether no number in contents is NaN or infinity. Where many are so large that their sum is, they count
+        as such, too: a model does not compute them."""
+        ...
+
+
 class Digests:
     """A digest of each page and checkpoint of the tree, taken when the tree becomes its owner.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
 from hybrid.memory.copies import Downloads, Uploads
-from hybrid.memory.digests import ContentReader, Contents, ContentWriter, Digests
+from hybrid.memory.digests import ContentChecker, ContentReader, Contents, ContentWriter, Digests
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors, InFlight
 from hybrid.spec import HybridSpec
@@ -289,6 +289,18 @@ class CacheMemory:
         for page, own in zip(pages, contents, strict=True):
             mover.write_page(page, own)
         mover.write_checkpoint(place, checkpoint)
+
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
+        """Tell whether contents that are to be written hold no NaN and no infinity; those of a mover that cannot tell
+        are believed."""
+        mover = self.mover
+        return mover.are_finite(pages, checkpoint) if isinstance(mover, ContentChecker) else True
+
+    @property
+    def content_bytes(self) -> tuple[int, int] | None:
+        """Bytes of the contents of a page and of a checkpoint; None: the mover does not know them."""
+        mover = self.mover
+        return (mover.page_bytes, mover.checkpoint_bytes) if isinstance(mover, ContentChecker) else None
 
     def fetch_page(self, page: int) -> Contents:
         """Read what a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is

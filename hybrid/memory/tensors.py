@@ -8,7 +8,7 @@ are views of the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -181,6 +181,23 @@ class CacheTensors:
         return _described(self._state_places if self.stored is None else self.stored.places)
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of the contents of a page."""
+        return sum(place.num_bytes for place in self._page_places)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the contents of a checkpoint, as it is stored."""
+        return sum(place.num_bytes for place in (self._state_places if self.stored is None else self.stored.places))
+
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
+        """Tell whether contents hold no NaN and no infinity: see `ContentChecker`. Reads them once, which takes less
+        time than copying them."""
+        places = self._state_places if self.stored is None else self.stored.places
+        sums = [*_sums(checkpoint, places), *(one for page in pages for one in _sums(page, self._page_places))]
+        return not sums or bool(torch.stack(sums).isfinite().all())
+
+    @property
     def kv(self) -> Tensor:
         """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values.
         Where they are kept in a byte per element, the last dimension is that of packed rows."""
@@ -325,6 +342,20 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
     source, start = _on_host(contents, places), 0
     for place in places:
         row[place.start : place.start + place.num_bytes].copy_(source[start : start + place.num_bytes])
+        start += place.num_bytes
+
+
+def _sums(contents: Contents, places: Sequence[Place]) -> Iterator[Tensor]:
+    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum."""
+    source, start = _on_host(contents, places), 0
+    for place in places:
+        if place.dtype.is_floating_point and place.num_bytes:
+            own = source[start : start + place.num_bytes]
+            if start % place.dtype.itemsize:
+                own = own.clone()
+            yield (own.view(place.dtype) if place.dtype.itemsize > 1 else own.view(place.dtype).float()).sum(
+                dtype=torch.float32
+            )
         start += place.num_bytes
 
 

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -28,9 +28,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hybrid.checks import shown
+from hybrid.checks import MAX_INT, shown
 from hybrid.errors import ArgumentError, CacheFileError
 from hybrid.key import TOKEN_BYTES
+from hybrid.tensor_file import FileBytes, HeldBytes, read_header
 from hybrid.tiers.fingerprint import DIGEST_BYTES, FORMAT, Fingerprint, digest, fingerprint_of_json
 from hybrid.tiers.store import Store, checked_store, sync_directory
 from hybrid.tiers.transfer import Transfer
@@ -212,7 +213,8 @@ class Archive:
 
 
 def read_archive(source: str | Path | bytes | bytearray | memoryview, store: Store | None = None) -> Archive:
-    """Read an archive, and check every bit of it. A file is mapped, not copied.
+    """Read an archive into memory, and check every bit of it there: what happens to its file afterwards, or meanwhile,
+    changes nothing that was checked.
 
     Args:
         store: where `source` is a name; None: it is a path, or the archive itself.
@@ -221,68 +223,64 @@ def read_archive(source: str | Path | bytes | bytearray | memoryview, store: Sto
         CacheFileError: it is none, it is damaged, or of another version of the format.
         ArgumentError: it is not a name of a store, or `store` is none.
     """
-    if store is not None and isinstance(source, str | Path):
-        source = _stored(str(source), checked_store(store))
-    name = "the archive" if isinstance(source, bytes | bytearray | memoryview) else str(source)
+    name, where = "the archive", ""
+    if not isinstance(source, bytes | bytearray | memoryview):
+        name, where = str(source), "" if store is None else " from the store"
     try:
-        metadata, tensors = _read(source)
+        metadata, tensors = _read(source, store)
         if "hybrid" not in metadata:
             raise ValueError("it is another kind of safetensors file")
         _check_tensors(tensors)
         if metadata.get("seal") != _seal(metadata["hybrid"], tensors).hex():
             raise ValueError("it is damaged: its manifest, ids or digests are not what was written")
-        manifest = json.loads(metadata["hybrid"])
-        archive = _archive(manifest, tensors)
+        archive = _archive(json.loads(metadata["hybrid"]), tensors)
         for what, rows in (("page", "pages"), ("checkpoint", "checkpoints")):
             for index, (row, expected) in enumerate(zip(tensors[rows], tensors[f"{what}_digests"], strict=True)):
                 if digest(row.numpy().data) != expected.numpy().tobytes():
                     raise ValueError(f"it is damaged: {what} {index} is not what was written")
         return archive
-    except OSError as error:
-        raise CacheFileError(f"{name} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, safetensors.SafetensorError) as error:
-        wrong = f"{name} is not a usable file of cached prefixes: {error!s:.300}"
+    except ArgumentError:
+        raise
+    except (OSError, EOFError) as error:
+        raise CacheFileError(f"{name} cannot be read{where}: {getattr(error, 'strerror', None) or error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError) as error:
+        wrong = f"{name}{' in the store' if where else ''} is not a usable file of cached prefixes: {error!s:.300}"
         raise CacheFileError(f"{wrong}; make one with `save` of an engine or a cache") from error
 
 
-def _stored(name: str, store: Store) -> bytearray:
-    """All that a store has under a name. Its length follows from the header of the safetensors file."""
-    try:
-        head = bytearray(8)
-        store.get_into(name, 0, memoryview(head))
-        length = int.from_bytes(head, "little")
-        if length > MAX_HEADER_BYTES:
-            raise CacheFileError(f"{name} in the store is not a usable file of cached prefixes: it has another header")
-        head = bytearray(8 + length)
-        store.get_into(name, 0, memoryview(head))
-        header = json.loads(head[8:])
-        ends = [value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"]
-        whole = bytearray(len(head) + max(ends, default=0))
-        whole[: len(head)] = head
-        store.get_into(name, len(head), memoryview(whole)[len(head) :])
-        return whole
-    except (OSError, EOFError) as error:
-        raise CacheFileError(f"{name} cannot be read from the store: {error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise CacheFileError(f"{name} in the store is not a usable file of cached prefixes: {error!s:.300}") from error
-
-
-def _read(source: str | Path | bytes | bytearray | memoryview) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read(
+    source: str | Path | bytes | bytearray | memoryview, store: Store | None
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a copy of an archive, which is made once its length is known to be there."""
+    num_bytes: int | None = None
     if isinstance(source, bytes | bytearray | memoryview):
-        data = bytes(source)
-        length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > len(data) - 8:
-            raise ValueError("it is cut off")
-        tensors = safetensors.torch.load(data)
-        return dict(json.loads(data[8 : 8 + length]).get("__metadata__", {})), tensors
-    if not Path(source).is_file():
+        held = HeldBytes(bytearray(source))  # another thread may write there
+        read, num_bytes = held.read, held.num_bytes
+    elif store is not None:
+        read = partial(_read_store, checked_store(store), str(source))
+    elif not Path(source).is_file():
         raise ValueError(
             "it is a folder, a device or a pipe" if _is_other_kind(Path(source)) else "there is no such file"
         )
-    with safetensors.safe_open(os.fspath(source), framework="pt") as file:
-        return dict(file.metadata() or {}), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    else:
+        file = FileBytes(Path(source))
+        read, num_bytes = file.read, file.num_bytes
+    header = read_header(read, num_bytes, MAX_HEADER_BYTES)
+    whole = read(0, header.num_bytes)
+    tensors = {}
+    for name, (dtype, shape, start, end) in header.tensors.items():
+        own = torch.frombuffer(whole, dtype=torch.uint8, count=end - start, offset=start) if end > start else _NOTHING
+        tensors[name] = own.view(dtype).view(shape)
+    return header.metadata, tensors
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _read_store(store: Store, name: str, start: int, count: int) -> bytearray:
+    found = bytearray(count)
+    store.get_into(name, start, memoryview(found))
+    return found
 
 
 def _is_other_kind(path: Path) -> bool:
@@ -307,7 +305,7 @@ def _archive(manifest: Any, tensors: Mapping[str, Tensor]) -> Archive:
     """
     version = manifest["fingerprint"].get("format")
     if version != FORMAT:
-        raise ValueError(f"it has version {version!r} of the format, and version {FORMAT} is read")
+        raise ValueError(f"it has version {version!r:.50} of the format, and version {FORMAT} is read")
     fingerprint, after = fingerprint_of_json(manifest["fingerprint"]), manifest["after"]
     nodes = tuple(ArchivedNode(**node) for node in manifest["nodes"])
     page_size = fingerprint.page_size
@@ -331,6 +329,8 @@ def _check_node(index: int, node: ArchivedNode, nodes: tuple[ArchivedNode, ...],
     numbers = (node.parent, node.start, node.end, node.turn, node.priority)
     if any(type(number) is not int for number in numbers) or not isinstance(node.namespace, str):
         raise ValueError(f"node {index} has a field of another type")
+    if not -MAX_INT <= node.priority <= MAX_INT or not 0 <= node.turn <= MAX_INT or node.end > MAX_INT:
+        raise ValueError(f"node {index} has a number that is out of bounds")
     if not -1 <= node.parent < index:
         raise ValueError(f"node {index} comes before the node above it")
     above = nodes[node.parent] if node.parent >= 0 else None

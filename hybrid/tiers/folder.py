@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid.checks import MAX_INT
 from hybrid.errors import HybridError
 from hybrid.tiers.store import DirectoryStore, ForeignError, Store, is_ours
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note
@@ -79,6 +80,9 @@ CHECKSUM_BYTES = 16
 DATA_ALIGNMENT = 4096
 COPY_ALIGNMENT = 64
 
+CHECKED = 8 * 2**20
+"""Bytes of a copy that are in memory at a time while it is only checked."""
+
 
 class DamagedError(HybridError):
     """The manifest is not what was written."""
@@ -115,10 +119,12 @@ class Origin:
     Attributes:
         text: all that must agree.
         differences: why copies made with another text cannot be used; empty if they can.
+        num_bytes: of a page and of a checkpoint; None: they are not known.
     """
 
     text: str
     differences: Callable[[str], list[str]]
+    num_bytes: tuple[int, int] | None = None
 
     @property
     def digest(self) -> str:
@@ -129,7 +135,7 @@ class Origin:
         """Why copies made with another text cannot be used; empty: they can."""
         try:
             return "; ".join(self.differences(text))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return "its fingerprint is damaged"
 
 
@@ -217,9 +223,14 @@ def checksum(origin: str, name: Name, note: str, contents: Contents) -> bytes:
     Args:
         origin: the digest of the fingerprint.
     """
-    whole = hashlib.sha256(json.dumps([origin, name[0], name[1].hex(), note]).encode())
+    whole = hashlib.sha256(_covered(origin, name, note))
     whole.update(contents)
     return whole.digest()[:CHECKSUM_BYTES]
+
+
+def _covered(origin: str, name: Name, note: str) -> bytes:
+    """What a checksum covers before contents."""
+    return json.dumps([origin, name[0], name[1].hex(), note]).encode()
 
 
 def note_text(note: Note | None) -> str:
@@ -241,6 +252,8 @@ def note_of(text: str) -> Note | None:
     texts, numbers = (kind, group), (turn, priority, num_tokens, end)
     if not all(isinstance(one, str) for one in texts) or any(type(number) is not int for number in numbers):
         raise ValueError("the note of a checkpoint has fields of other types")
+    if not all(-MAX_INT <= number <= MAX_INT for number in numbers) or min(turn, num_tokens, end) < 0:
+        raise ValueError("the note of a checkpoint has numbers that are out of bounds")
     return Note(kind, turn, priority, num_tokens, end, group)
 
 
@@ -503,9 +516,14 @@ class CacheFolder:
         origin = self._origins.get(row.fingerprint)
         placed = [found for copy in copies if (found := _placed(row, copy)) is not None]
         if origin is not None:
-            return Arrival(row, origin, placed, {})
+            return Arrival(row, origin, [one for one in placed if self._has_size(*one)], {})
         why = self._refusals.get(row.fingerprint, "its fingerprint is damaged")
         return Arrival(row, "", [], {name: why for name, _ in placed if name[0] == CHECKPOINT})
+
+    def _has_size(self, name: Name, place: CopyPlace) -> bool:
+        """Tell whether a copy is as large as what it is to be used for: no more memory is allocated to read it."""
+        known = self._origin.num_bytes
+        return known is None or place.span.num_bytes == known[KINDS.index(name[0])]
 
     def reuse(self) -> list[Counts]:
         """Return the counts of the reuse of groups of checkpoints, sound or not."""
@@ -648,6 +666,17 @@ def read_copy(store: Store, file: str, origin: str, name: Name, place: CopyPlace
     return contents
 
 
+def check_copy(store: Store, file: str, origin: str, name: Name, place: CopyPlace) -> None:
+    """Check a copy as `read_copy` does, of whatever size: a part of it is in memory at a time."""
+    whole, buffer = hashlib.sha256(_covered(origin, name, place.text)), bytearray(min(place.span.num_bytes, CHECKED))
+    for start in range(0, place.span.num_bytes, CHECKED):
+        part = memoryview(buffer)[: place.span.num_bytes - start]
+        store.get_into(file, place.span.start + start, part)
+        whole.update(part)
+    if whole.digest()[:CHECKSUM_BYTES] != place.span.checksum:
+        raise WrongCopyError("a copy on disk is damaged")
+
+
 @dataclass(frozen=True, slots=True)
 class FolderPart:
     """The copies in a folder that were made under the same circumstances.
@@ -702,7 +731,7 @@ def check_folder(path: Path, fix: bool = False) -> tuple[int, list[str]]:
             damaged: list[tuple[int, Name]] = []
             for name, place in arrival.copies:
                 try:
-                    read_copy(folder.store, arrival.row.file, arrival.origin, name, place)
+                    check_copy(folder.store, arrival.row.file, arrival.origin, name, place)
                     num_right += 1
                 except (OSError, EOFError, WrongCopyError) as error:
                     damaged.append((arrival.row.id, name))
@@ -754,7 +783,7 @@ def _placed(row: SegmentRow, copy: tuple[object, ...]) -> tuple[Name, CopyPlace]
         return None
     try:
         return (KINDS[kind], name), CopyPlace(row.id, Span(start, num_bytes, check), text, note_of(text), above, True)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 
