@@ -59,7 +59,7 @@ def _checked(name: str, message: Any) -> Message:
             f"{shown(content)}"
         )
     if isinstance(calls := message.get("tool_calls"), list):
-        return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+        message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
     return message
 
 
