@@ -39,9 +39,10 @@ def checked(messages: list[Any]) -> list[Message]:
     return [_checked(f"message {number}", message) for number, message in enumerate(messages)]
 
 
-def _checked(name: str, message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise PromptError(f"{name} must be a dict with a role and a content; got {shown(message)}")
+def _checked(name: str, given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise PromptError(f"{name} must be a dict with a role and a content; got {shown(given)}")
+    message: Message = given
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise PromptError(
