@@ -173,7 +173,7 @@ class FileBytes:
 
 
 class HeldBytes:
-    """The bytes of a file in memory, which nobody else changes: a copy. Reads as `FileBytes` does.
+    """The bytes of a file in memory, which nothing else changes: a copy. Reads as `FileBytes` does.
 
     Attributes:
         contents: the bytes.

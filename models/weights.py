@@ -3,7 +3,7 @@
 A family lists for each parameter the tensors on disk that make it up (`Layouts`), and the loader does the rest. It
 reads each tensor once, in slices. So loading takes the memory of the model and a slice, and errors name a missing or
 unexpected tensor by its name on disk. Files are read and not mapped: a model does not change, or end its process, when
-somebody writes to its file.
+another process writes to its file.
 """
 
 from __future__ import annotations

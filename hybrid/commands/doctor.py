@@ -108,7 +108,7 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
     agrees = abs(apart) <= args.within
     console.print(
         f"replay of the traffic on {engine}: {row.hit_rate:.1f} %, so the server is {apart:+.1f} points from it: "
-        + ("as predicted" if agrees else "look at what it was not told: its memory, its block size, other traffic"),
+        + ("as predicted" if agrees else "look at what it does not know: its memory, its block size, other traffic"),
         soft_wrap=True,
     )
     return Outcome(agrees, {**result, "hit_rate": figures.hit_rate, "predicted": row.hit_rate})

@@ -38,7 +38,7 @@ REMEDIES: dict[Cause, str] = {
     Cause.THINKING: "a template that keeps the thinking of earlier turns, or a client that sends it back",
     Cause.BEGINNING: "let auxiliary calls (titles, summaries) begin as the conversation does and ask at the end",
     Cause.HISTORY: "append to the history instead of editing it",
-    Cause.NEW: "nothing: nobody could have had it",
+    Cause.NEW: "nothing: no cache could have had it",
 }
 """What would help, by cause."""
 

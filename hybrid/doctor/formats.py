@@ -65,7 +65,7 @@ def records(path: Path, template: Template, progress: Callable[[int], object]) -
 
     Args:
         template: makes tokens of texts.
-        progress: is told how many bytes were read.
+        progress: called with the number of bytes read.
 
     Raises:
         ArgumentError: a line is in no known format; the message names the line and the formats.

@@ -57,7 +57,7 @@ def hashed(ids: Sequence[int], key: bytes = b"") -> array[int]:
     """The hashes of token ids: each of all ids up to there.
 
     Args:
-        key: a secret of up to 64 bytes, without which nobody can tell which tokens a hash is of.
+        key: a secret of up to 64 bytes, without which the tokens of a hash cannot be found.
     """
     data, step = array("i", ids).tobytes(), UNIT * 4
     state, digests = b"", []

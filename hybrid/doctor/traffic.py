@@ -61,7 +61,7 @@ class Traffic:
         Args:
             paths: one file or several, in any of the formats that `hybrid.doctor.formats` knows.
             template: makes tokens of texts; None: by words.
-            progress: is told how many bytes were read.
+            progress: called with the number of bytes read.
 
         Raises:
             ArgumentError: there is no such file, it is empty, or a line is in no known format.

@@ -1,7 +1,7 @@
 """A tree of this project beside vLLM's block pool: it mirrors what is cached there, and says what leaves.
 
 vLLM's lookup by hashes stays the only truth. Methods of the manager's instances are wrapped, and its pool gets another
-queue of free blocks. Whatever raises in here is caught: vLLM's own queue and methods are put back, and it goes on as if
+queue of free blocks. Whatever raises in here is caught: vLLM's own queue and methods are put back, and it continues as if
 none of this had been there.
 """
 
@@ -239,7 +239,7 @@ class Mirror:
 
         Args:
             num_tokens: what vLLM found.
-            boundary: where vLLM would make a state because pages go on there; 0: nowhere.
+            boundary: where vLLM would make a state because pages continue there; 0: nowhere.
 
         Returns:
             Where a state is to be made.
@@ -337,7 +337,7 @@ class Mirror:
             self.visits.leave(rid)
 
     def evict(self, num_blocks: int) -> bool:
-        """Let go of what is worth least: a state, or up to so many blocks of pages that no state needs.
+        """Let go of what is worth least: a state, or up to n blocks of pages that no state needs.
 
         Returns:
             Whether there was anything.
@@ -375,7 +375,7 @@ class Mirror:
         self.counts.set_apart += 1
 
     def _kind(self, request: Any, num_blocks: int) -> Kind:
-        """Why the state of a request after so many blocks is there."""
+        """Why the state of a request after n blocks is there."""
         end, size = num_blocks * self._block_size, self._block_size
         if end > request.num_prompt_tokens:
             return Kind.TURN_END

@@ -18,7 +18,7 @@ class FreeBlocks:
     Args:
         blocks: the free blocks, in vLLM's order.
         owned: ids of the blocks that the tree owns; read, never changed.
-        evict: makes the tree let go of up to so many blocks, which it reports by `let_go`. Returns whether it did.
+        evict: makes the tree let go of up to n blocks, which it reports by `let_go`. Returns whether it did.
         fail: is called when `evict` has raised, with the error and the blocks that were taken out of here already. It
             puts vLLM's own queue in place of this one, and returns that.
 
