@@ -91,7 +91,7 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
     config = parse_config(text, path / CONFIG)
     _refuse_unsupported(config, path)
     contents = _read(path / WEIGHTS)
-    digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: another process may write to the files meanwhile
+    digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: others may write to the files meanwhile
     digest.update(contents.contents)
     stored = {_name_in_model(name): tensor for name, tensor in tensors_of(contents, path / WEIGHTS).items()}
     scales = Scales(path, config)

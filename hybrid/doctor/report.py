@@ -100,7 +100,7 @@ class Report:
 
     @property
     def causes(self) -> list[tuple[Cause, int]]:
-        """Tokens that were not a hit on the first engine, by cause, the most first; what no cache could have had last."""
+        """Tokens that missed on the first engine, by cause, the most first; what no cache could have had last."""
         return sorted(self.rows[0].causes.items(), key=lambda item: (item[0] is Cause.NEW, -item[1]))
 
     @property

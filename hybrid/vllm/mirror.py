@@ -1,8 +1,8 @@
 """A tree of this project beside vLLM's block pool: it mirrors what is cached there, and says what leaves.
 
 vLLM's lookup by hashes stays the only truth. Methods of the manager's instances are wrapped, and its pool gets another
-queue of free blocks. Whatever raises in here is caught: vLLM's own queue and methods are put back, and it continues as if
-none of this had been there.
+queue of free blocks. Whatever raises in here is caught: vLLM's own queue and methods are put back, and it continues
+as if none of this had been there.
 """
 
 from __future__ import annotations
