@@ -12,7 +12,7 @@ from hybrid.doctor.vllm import VllmScheduler
 from hybrid.errors import ArgumentError
 
 ENGINES: dict[str, tuple[str, Callable[..., Engine], dict[str, Any]]] = {
-    "vllm": ("vLLM's scheduler, block pool and states (0.30 to 0.33)", VllmScheduler, {}),
+    "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
     "hybrid": ("this package, as it is by default", OwnCache, {"eviction": "lhd"}),
     "lru": ("this package's placement, and the least recently used is evicted", OwnCache, {"eviction": "lru"}),
     "marconi": ("this package's placement, and eviction after Marconi", OwnCache, {"eviction": "flop_aware"}),

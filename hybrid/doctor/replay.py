@@ -125,10 +125,13 @@ def _tries(row: Row) -> list[Try]:
         how = f"vllm serve --kv-cache-memory-bytes {size}" if name == "vllm" else f"memory {format_bytes(size)}"
         found.append(Try(f"{times} times the memory", how, name, size))
     if name == "vllm":
-        block = "vllm serve without --prefix-cache-retention-interval"
+        block = "vllm serve --prefix-cache-retention-interval None"
         found.append(Try("a state at every end of a step", block, name, memory, {"retention": None}))
     if name != "hybrid":
-        how = "this package's cache: in SGLang --radix-cache-backend hybrid"
+        how = (
+            "replayed with this package's own cache; a part of it comes by a flag: vllm serve --scheduler-cls "
+            "hybrid.vllm.Scheduler, or in SGLang --radix-cache-backend hybrid"
+        )
         found.append(Try("eviction and placement of this package", how, "hybrid", memory))
     for cause, title, template in (
         (Cause.TOOLS, "tools in one order", lambda: Template(sort_tools=True)),

@@ -1,4 +1,4 @@
-"""A model of vLLM's scheduler and of its cache of hybrid models (0.30 to 0.33, `mamba_cache_mode="align"`).
+"""A model of vLLM's scheduler and of its cache of hybrid models (0.33, `mamba_cache_mode="align"`).
 
 One pool of blocks of one size in bytes, and one queue of those that are free. Layers are in groups; a request holds
 blocks of each group. Groups of attention keep a block for each `block_size` tokens; a group of states keeps the block

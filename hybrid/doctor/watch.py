@@ -18,7 +18,6 @@ COUNTERS = {
         ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
     ),
     "sglang": (("sglang:prompt_tokens_total",), ("sglang:cached_tokens_total",)),
-    "hybrid": (("hybrid_prompt_tokens_total",), ("hybrid_cached_tokens_total",)),
 }
 """By engine: the names of the tokens of prompts, and of those that were cached."""
 
