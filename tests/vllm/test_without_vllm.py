@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -352,6 +352,7 @@ def test_what_is_not_supported_is_named_all_at_once() -> None:
 
 def test_another_version_is_refused_unless_it_is_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(installed.UNTESTED, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # one that does not say its version
     for known in ("0.30.0", "0.32.1", "0.33.0+cpu"):
         monkeypatch.setattr(installed, "version", lambda name, known=known: known)
         installed.refuse_unknown_version()
@@ -367,6 +368,7 @@ def test_without_vllm_the_version_is_an_error_and_the_plugin_is_not(monkeypatch:
     def version(name: str) -> str:
         raise installed.PackageNotFoundError(name)
 
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setattr(installed, "version", version)
     with pytest.raises(VersionError, match="vLLM is not installed"):
         installed.refuse_unknown_version()
