@@ -391,10 +391,13 @@ def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
     command: Command,
     more: list[str],
     saved: Path,
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In this process, with the results of the slow commands given: what is looked at is what they print."""
+    (tmp_path / "log.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    given = SMALL | {"doctor": [str(tmp_path / "log.jsonl"), "--model", "32768,51511296"]}
     check = parity.Check("a check", True, None, "")
     monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check]))
     monkeypatch.setattr(demo.Demo, "run", lambda *_: [])
@@ -403,7 +406,7 @@ def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
     with suppress(OSError), Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         try:
-            own = SMALL.get(command.name, ["show", str(saved)])
+            own = given.get(command.name, ["show", str(saved)])
             status: Any = main([command.name, *own, *more])
         finally:
             monkeypatch.undo()

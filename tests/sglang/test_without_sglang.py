@@ -65,7 +65,8 @@ def test_the_room_runs_without_packages_that_only_the_engine_needs() -> None:
 import sys
 for name in ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "triton", "fla"):
     sys.modules[name] = None
-from hybrid.sglang import installed, options, plugin, values, visits
+from hybrid.mirror import visits
+from hybrid.sglang import installed, options, plugin, values
 """
     printed(code)
 
