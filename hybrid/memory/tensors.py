@@ -16,7 +16,9 @@ from torch import Tensor
 
 from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.kernels.codec import StoredLayout, restore, store
+from hybrid.kernels.cpu.kinds import SCALE_BYTES
 from hybrid.kernels.ops import copy_states
+from hybrid.kernels.packed_kv import KV_DTYPES
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.copies import (
     Copier,
@@ -346,16 +348,16 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
 
 
 def _sums(contents: Contents, places: Sequence[Place]) -> Iterator[Tensor]:
-    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum."""
+    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of rows
+    in a byte per element their scales: they are NaN or infinite where their values were."""
     source, start = _on_host(contents, places), 0
     for place in places:
-        if place.dtype.is_floating_point and place.num_bytes:
-            own = source[start : start + place.num_bytes]
-            if start % place.dtype.itemsize:
-                own = own.clone()
-            yield (own.view(place.dtype) if place.dtype.itemsize > 1 else own.view(place.dtype).float()).sum(
-                dtype=torch.float32
-            )
+        own = source[start : start + place.num_bytes]
+        if place.dtype in KV_DTYPES.values() and place.num_bytes:
+            scales = own.view(-1, place.shape[-1])[:, -SCALE_BYTES:].contiguous()
+            yield scales.view(torch.float32).sum()
+        elif place.dtype.is_floating_point and place.num_bytes:
+            yield (own.clone() if start % place.dtype.itemsize else own).view(place.dtype).sum(dtype=torch.float32)
         start += place.num_bytes
 
 
