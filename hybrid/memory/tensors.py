@@ -196,7 +196,8 @@ class CacheTensors:
         """Tell whether contents hold no NaN and no infinity: see `ContentChecker`. Reads them once, which takes less
         time than copying them."""
         places = self._state_places if self.stored is None else self.stored.places
-        sums = [*_sums(checkpoint, places), *(one for page in pages for one in _sums(page, self._page_places))]
+        sums = [*_sums(checkpoint, places, of_page=False)]
+        sums += (one for page in pages for one in _sums(page, self._page_places, of_page=True))
         return not sums or bool(torch.stack(sums).isfinite().all())
 
     @property
@@ -347,13 +348,13 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
         start += place.num_bytes
 
 
-def _sums(contents: Contents, places: Sequence[Place]) -> Iterator[Tensor]:
-    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of rows
-    in a byte per element their scales: they are NaN or infinite where their values were."""
+def _sums(contents: Contents, places: Sequence[Place], *, of_page: bool) -> Iterator[Tensor]:
+    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of a page's
+    rows in a byte per element their scales: they are NaN or infinite where their values were."""
     source, start = _on_host(contents, places), 0
     for place in places:
         own = source[start : start + place.num_bytes]
-        if place.dtype in KV_DTYPES.values() and place.num_bytes:
+        if of_page and place.dtype in KV_DTYPES.values() and place.num_bytes:
             scales = own.view(-1, place.shape[-1])[:, -SCALE_BYTES:].contiguous()
             yield scales.view(torch.float32).sum()
         elif place.dtype.is_floating_point and place.num_bytes:
