@@ -33,12 +33,11 @@ from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
-from hybrid.cache import placement
 from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
+from hybrid.doctor.own import serve
 from hybrid.key import Key
 from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
 from hybrid.tiers.host import COPY
-from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
 
 GEOMETRIES = {
@@ -144,37 +143,6 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float, folder: 
     return cache
 
 
-def serve(cache: HybridCache, key: Key, num_input: int) -> int:
-    """One request from its prompt to its last token; returns its usable hit, 0 when it could not have its memory."""
-    grid, names, length = cache.config.grid, cache.config.placement, len(key)
-    lease = cache.open(key, num_input - 1, num_input)
-    if lease is None:
-        return 0
-    hit = lease.num_hit_tokens
-    wanted = placement.of_prompt(
-        names, num_input, grid, branching_len=lease.branching_len, shared=(), declared=(), is_replay=False
-    )
-    for position, kind in wanted.items():
-        if position > hit:
-            cache.capture(lease, position, kind)
-    if "geometric" in names:
-        for position in placement.spare(hit, num_input, grid, cache.memory.free_state_share):
-            if position not in wanted and cache.capture_spare(lease, position) is None:
-                break
-    cache.advance(lease, num_input)
-    cache.commit(lease, key, num_input // grid * grid)
-    if cache.reserve(lease, length):
-        whole = length // grid * grid
-        if "turn_end" in names and whole > num_input:
-            cache.capture(lease, whole, Kind.TURN_END)
-        cache.advance(lease, length)
-        cache.commit(lease, key, whole)
-        if "turn_end" in names:
-            cache.end_turn(lease, length)
-    cache.close(lease)
-    return hit
-
-
 @patch("hybrid.tiers.cost.Cost.note", lambda *args: None)  # nothing is copied: it takes as long as is assumed
 def run(
     args: argparse.Namespace,
@@ -191,7 +159,7 @@ def run(
     title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
     for ids, num_input in tqdm(requests, desc=title, unit="request", disable=None, leave=False):
         start = time.perf_counter()
-        hits += serve(cache, Key.of(ids), num_input)
+        hits += serve(cache, Key.of(ids), num_input)[0]
         spent += time.perf_counter() - start
         if args.audit:
             cache.audit()

@@ -21,7 +21,7 @@ from hybrid.batch import LowRank
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.json_files import MAX_CONFIG_BYTES, parse_config, read_text
+from hybrid.models.json_files import MAX_CONFIG_BYTES, parse_config, read_bytes
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Router
 from hybrid.models.weights import FLOATS, Stored, tensors_of
@@ -87,7 +87,7 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
     for name in (CONFIG, WEIGHTS):
         if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
-    text = read_text(path / CONFIG, MAX_CONFIG_BYTES)
+    text = read_bytes(path / CONFIG, MAX_CONFIG_BYTES)
     config = parse_config(text, path / CONFIG)
     _refuse_unsupported(config, path)
     contents = _read(path / WEIGHTS)

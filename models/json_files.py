@@ -76,10 +76,10 @@ def read_json(path: Path, max_bytes: int) -> Any:
     Raises:
         CheckpointError: the file cannot be read, is larger than `max_bytes`, or is not JSON.
     """
-    return parse_json(read_text(path, max_bytes), path)
+    return parse_json(read_bytes(path, max_bytes), path)
 
 
-def read_text(path: Path, max_bytes: int) -> bytes:
+def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Read a file.
 
     Raises:
@@ -101,7 +101,7 @@ def read_config(path: Path) -> Any:
     Raises:
         CheckpointError: the file cannot be read, is not JSON, or a value in it is out of bounds.
     """
-    return parse_config(read_text(path, MAX_CONFIG_BYTES), path)
+    return parse_config(read_bytes(path, MAX_CONFIG_BYTES), path)
 
 
 def parse_config(text: bytes, path: Path) -> Any:

@@ -88,10 +88,6 @@ class Restorer:
         finally:
             self._opener.close(lease)
 
-    def is_finite(self, boundary: Boundary) -> bool:
-        """Tell whether contents of a boundary hold no NaN and no infinity: what does is never shared."""
-        return self._memory.are_finite(boundary.pages, boundary.checkpoint)
-
     @property
     def arrivals(self) -> Uploads:
         """The uploads that were written, and are on their way."""

@@ -83,7 +83,7 @@ CAUSES = (NOT_FINITE, "InjectedError", "AlarmError", "OverflowError", "is not pi
 
 
 @dataclass
-class Report:
+class StressReport:
     """The counts of a stress run.
 
     Attributes:
@@ -207,7 +207,7 @@ class Stress:
         self.engine: Engine = engine
         self.rng: random.Random = random.Random(seed)
         elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
-        self.report: Report = Report(seed, str(engine.cache.config.eviction), elastic, faults=faults.counts)
+        self.report: StressReport = StressReport(seed, str(engine.cache.config.eviction), elastic, faults=faults.counts)
         self._toy = toy
         self._faults = faults
         self._audit_every = audit_every
@@ -428,7 +428,7 @@ class Stress:
 
     # The end
 
-    def finish(self) -> Report:
+    def finish(self) -> StressReport:
         """Let all requests end, check what is left, and count what leaked."""
         report, engine = self.report, self.engine
         self._faults.are_active = False
@@ -576,7 +576,7 @@ def run_stress(
     progress: bool | None = None,
     audit_every: int = 1,
     signals: bool = False,
-) -> Report:
+) -> StressReport:
     """Run for a number of seconds, or for a number of operations.
 
     Args:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from hybrid.doctor.engine import Hit
 from hybrid.doctor.past import Fact, Rewrite
-from hybrid.doctor.request import Request
+from hybrid.doctor.request import LoggedRequest
 
 
 class Cause(StrEnum):
@@ -43,7 +43,7 @@ REMEDIES: dict[Cause, str] = {
 """What would help, by cause."""
 
 
-def causes_of(request: Request, fact: Fact, hit: Hit, endless: Hit) -> dict[Cause, int]:
+def causes_of(request: LoggedRequest, fact: Fact, hit: Hit, endless: Hit) -> dict[Cause, int]:
     """Say where the tokens of a prompt went that were not a hit.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from hybrid.doctor.request import Request
+from hybrid.doctor.request import LoggedRequest
 
 
 class Hit(NamedTuple):
@@ -22,9 +22,9 @@ class Hit(NamedTuple):
 MISS = Hit(0, 0)
 
 
-class Engine(Protocol):
+class EngineModel(Protocol):
     """A model of an engine's scheduler. It serves one request after the other."""
 
-    def serve(self, request: Request) -> Hit:
+    def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token, and return what of its prompt was cached."""
         ...

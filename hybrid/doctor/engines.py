@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybrid.doctor.engine import Engine
+from hybrid.doctor.engine import EngineModel
 from hybrid.doctor.own import OwnCache
 from hybrid.doctor.sizes import Memory, Sizes
 from hybrid.doctor.vllm import VllmScheduler
 from hybrid.errors import ArgumentError
 
-ENGINES: dict[str, tuple[str, Callable[..., Engine], dict[str, Any]]] = {
+ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
     "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
     "hybrid": ("this package, as it is by default", OwnCache, {"eviction": "lhd"}),
     "lru": ("this package's placement, and the least recently used is evicted", OwnCache, {"eviction": "lru"}),
@@ -20,7 +20,7 @@ ENGINES: dict[str, tuple[str, Callable[..., Engine], dict[str, Any]]] = {
 """What each is, its model and the model's options."""
 
 
-def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> Engine:
+def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> EngineModel:
     """The model of an engine.
 
     Args:

@@ -8,7 +8,7 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.doctor.engine import MISS, Hit
-from hybrid.doctor.request import UNIT, Request
+from hybrid.doctor.request import UNIT, LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
@@ -45,7 +45,7 @@ class OwnCache:
             indices = CacheMemory.of_bytes(memory, PAGE * sizes.token_bytes, sizes.state_bytes or 64)
         self._cache = HybridCache(indices, config)
 
-    def serve(self, request: Request) -> Hit:
+    def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token."""
         ids = array("i", array("I", [number & 0xFFFFFFFF for number in request.hashes]).tobytes())
         key = Key(ids.tobytes(), request.namespace)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.doctor.formats import Record
-from hybrid.doctor.request import UNIT, Request
+from hybrid.doctor.request import UNIT, LoggedRequest
 from hybrid.doctor.text import THINK, VOLATILE
 
 STEP = 64
@@ -89,7 +89,7 @@ class Example:
     new: str
 
 
-class Past:
+class SeenTraffic:
     """The requests that came so far, as hashes; of the latest their texts too.
 
     Attributes:
@@ -106,7 +106,7 @@ class Past:
         self._powers: Numbers = np.ones(1, np.uint64)
         self._inverses: Numbers = np.ones(1, np.uint64)
 
-    def add(self, record: Record, request: Request) -> Fact:
+    def add(self, record: Record, request: LoggedRequest) -> Fact:
         """Compare a request with those before it, and remember it."""
         index = len(self._num_prompt)
         fact = Fact()
@@ -139,7 +139,7 @@ class Past:
                 return number
         return max(start, end)
 
-    def _compare(self, index: int, record: Record, request: Request, fact: Fact) -> None:
+    def _compare(self, index: int, record: Record, request: LoggedRequest, fact: Fact) -> None:
         """Find pieces of a prompt that were seen at another place, and why they are there. Prefixes are known by steps:
         what begins within one after the known prefix may belong to it."""
         starts, hashes = self._pieces(record.ids)

@@ -16,7 +16,7 @@ MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoggedRequest:
     """One request.
 
     Attributes:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hybrid.doctor.formats import FORMATS, Record, records
-from hybrid.doctor.past import Example, Fact, Past, Rewrite
-from hybrid.doctor.request import HASH_BYTES, Request, hashed
+from hybrid.doctor.past import Example, Fact, Rewrite, SeenTraffic
+from hybrid.doctor.request import HASH_BYTES, LoggedRequest, hashed
 from hybrid.doctor.text import Template
 from hybrid.errors import ArgumentError
 
@@ -67,7 +67,7 @@ class Traffic:
             ArgumentError: there is no such file, it is empty, or a line is in no known format.
         """
         named = [paths] if isinstance(paths, str | Path) else paths
-        traffic, past, template = cls([Path(path) for path in named]), Past(), template or Template()
+        traffic, past, template = cls([Path(path) for path in named]), SeenTraffic(), template or Template()
         traffic.tokenizer = template.tokenizer
         start = time.perf_counter()
         for path in traffic.paths:
@@ -80,8 +80,8 @@ class Traffic:
         traffic.seconds = time.perf_counter() - start
         return traffic
 
-    def _add(self, record: Record, past: Past) -> None:
-        request = Request(record.hashes, record.num_prompt, record.num_tokens, record.time, record.namespace)
+    def _add(self, record: Record, past: SeenTraffic) -> None:
+        request = LoggedRequest(record.hashes, record.num_prompt, record.num_tokens, record.time, record.namespace)
         fact = past.add(record, request)
         number = self._namespaces.setdefault(record.namespace, min(len(self._namespaces), 65535))
         self._file.write(
@@ -105,7 +105,7 @@ class Traffic:
         self.num_tokens += record.num_tokens
         self.is_text = self.is_text or record.text is not None
 
-    def __iter__(self) -> Iterator[tuple[Request, Fact]]:
+    def __iter__(self) -> Iterator[tuple[LoggedRequest, Fact]]:
         """The requests in the order of the files, with what the traffic says of each."""
         names = list(self._namespaces)
         self._file.flush()
@@ -116,7 +116,7 @@ class Traffic:
                 hashes = array("Q", file.read(count * HASH_BYTES))
                 seen, elsewhere, rewritten, answer_from, age = rest
                 fact = Fact(seen, elsewhere, rewritten, REWRITES[rewrite], answer_from, age)
-                yield Request(hashes, num_prompt, num_tokens, None if math.isnan(at) else at, names[number]), fact
+                yield LoggedRequest(hashes, num_prompt, num_tokens, None if math.isnan(at) else at, names[number]), fact
 
 
 def check_file(path: Path) -> None:

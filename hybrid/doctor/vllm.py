@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from hybrid.doctor.engine import MISS, Hit
-from hybrid.doctor.request import Request
+from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
 from hybrid.errors import MemoryBudgetError
 from hybrid.units import ceil_div, format_bytes
@@ -49,9 +49,8 @@ class VllmScheduler:
     ) -> None:
         self.block_size = block_size or sizes.vllm_block_size
         self._attention, self._states, block_bytes = sizes.vllm_groups(self.block_size)
-        num_blocks = (
-            FREE_BLOCKS if isinstance(memory, Endless) else memory // block_bytes - 1
-        )  # one stands for "no block"
+        # One block stands for "no block".
+        num_blocks = FREE_BLOCKS if isinstance(memory, Endless) else memory // block_bytes - 1
         needed = 2 * (self._attention + self._states)
         if num_blocks < needed:
             raise MemoryBudgetError(
@@ -63,12 +62,11 @@ class VllmScheduler:
         self._num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict()  # those that were used, the first to be taken first
         self._hash_of: dict[int, tuple[int, int]] = {}  # of a block: its group, and the hash
-        self._blocks_of: tuple[dict[int, list[int]], ...] = tuple(
-            {} for _ in range(self._attention + self._states)
-        )  # of each group: the blocks that have a hash, the first one serves
+        # Of each group: the blocks that have a hash, the first one serves.
+        self._blocks_of: tuple[dict[int, list[int]], ...] = tuple({} for _ in range(self._attention + self._states))
         self._references: dict[int, int] = {}
 
-    def serve(self, request: Request) -> Hit:
+    def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token."""
         size, num_prompt = self.block_size, request.num_prompt
         hashes = request.blocks(size, request.num_tokens)

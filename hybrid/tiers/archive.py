@@ -179,7 +179,7 @@ class Archive:
         path = Path(path)
         tensors, metadata = self._content()
         try:
-            if _is_other_kind(path):
+            if path.exists() and not path.is_file():
                 raise ValueError("it is a folder, a device or a pipe")
             with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
                 part = Path(file.name)  # its permissions are 0600
@@ -253,20 +253,21 @@ def _read(
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a copy of an archive, which is made once its length is known to be there."""
     num_bytes: int | None = None
+    whole: bytes | bytearray | None = None
     if isinstance(source, bytes | bytearray | memoryview):
         held = HeldBytes(bytearray(source))  # another thread may write there
-        read, num_bytes = held.read, held.num_bytes
+        read, num_bytes, whole = held.read, held.num_bytes, held.contents
     elif store is not None:
         read = partial(_read_store, checked_store(store), str(source))
-    elif not Path(source).is_file():
-        raise ValueError(
-            "it is a folder, a device or a pipe" if _is_other_kind(Path(source)) else "there is no such file"
-        )
     else:
-        file = FileBytes(Path(source))
+        try:
+            file = FileBytes(Path(source))
+        except FileNotFoundError:
+            raise ValueError("there is no such file") from None
         read, num_bytes = file.read, file.num_bytes
     header = read_header(read, num_bytes, MAX_HEADER_BYTES)
-    whole = read(0, header.num_bytes)
+    if whole is None:
+        whole = read(0, header.num_bytes)
     tensors = {}
     for name, (dtype, shape, start, end) in header.tensors.items():
         own = torch.frombuffer(whole, dtype=torch.uint8, count=end - start, offset=start) if end > start else _NOTHING
@@ -281,11 +282,6 @@ def _read_store(store: Store, name: str, start: int, count: int) -> bytearray:
     found = bytearray(count)
     store.get_into(name, start, memoryview(found))
     return found
-
-
-def _is_other_kind(path: Path) -> bool:
-    """Tell whether there is something at a path that is not a file."""
-    return path.exists() and not path.is_file()
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices, ceil_div
-from hybrid.vllm.options import LEARNING, Options, policy_named
+from hybrid.vllm.options import LEARNING, VllmOptions, policy_named
 from hybrid.vllm.queue import Block, FreeBlocks
 
 WORDS = 4
@@ -103,7 +103,7 @@ class Mirror:
         pages: list[Any],
         states: list[Any],
         plain_queue: Callable[[list[Block]], Any],
-        options: Options,
+        options: VllmOptions,
     ) -> None:
         self._manager, self._pool = manager, manager.block_pool
         self._pages, self._states = pages, states
@@ -169,7 +169,7 @@ class Mirror:
 
     def _get_computed_blocks(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks, num_tokens, boundary = theirs(request, *args, **kwargs)
-        if self._manager.prefix_cache_lookup_enabled(request) if self.failure is None else False:
+        if self.failure is None and self._manager.prefix_cache_lookup_enabled(request):
             try:
                 boundary = self.looked_up(request, num_tokens, boundary)
             except Exception as error:
@@ -279,10 +279,8 @@ class Mirror:
         What is kept of them enters the tree.
         """
         visit, rid = self._visit(request), request.request_id
-        key, blocks = (
-            Key(visit.ids),
-            [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)],
-        )
+        key = Key(visit.ids)
+        blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
         if any(block.block_hash is None for block in chain.from_iterable(blocks)):
             self._set_apart(visit)  # the tree has let go of blocks that it uses: they cannot be found any more
             return

@@ -15,7 +15,7 @@ LEARNING = frozenset({"lhd"})
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VllmOptions:
     """Options that `--additional-config '{"hybrid": {...}}'` may have.
 
     Attributes:
@@ -32,7 +32,7 @@ class Options:
     seed: int = 0
 
     @classmethod
-    def of(cls, additional_config: Any) -> Options:
+    def of(cls, additional_config: Any) -> VllmOptions:
         """The options in vLLM's additional configuration.
 
         Raises:

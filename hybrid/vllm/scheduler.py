@@ -10,7 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Mamb
 
 from hybrid.vllm.installed import refuse_unknown_version
 from hybrid.vllm.mirror import Mirror, logger
-from hybrid.vllm.options import Options, refuse_unsupported
+from hybrid.vllm.options import VllmOptions, refuse_unsupported
 
 
 class Scheduler(AsyncScheduler):
@@ -46,7 +46,7 @@ def mirror_of(manager: Any, config: Any) -> Mirror | None:
         UnsupportedModelError: the model or an option is not supported.
         ArgumentError: an option is unknown, or of the wrong type.
     """
-    options = Options.of(getattr(config, "additional_config", None))
+    options = VllmOptions.of(getattr(config, "additional_config", None))
     if not manager.enable_caching:
         logger.warning("hybrid: prefix caching is off, so there is nothing to do: set --enable-prefix-caching")
         return None

@@ -24,7 +24,7 @@ from hybrid.commands.commands import Command
 from hybrid.commands.main import COMMANDS, main
 from hybrid.commands.parity import Judge
 from hybrid.commands.random_checkpoints import FAMILIES, random_model
-from hybrid.commands.stress import Report, Stress
+from hybrid.commands.stress import Stress, StressReport
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
@@ -193,7 +193,7 @@ def test_stress_on_the_model_in_bfloat16_is_clean(seed: int, capsys: pytest.Capt
 def test_stress_counts_what_leaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     finish = Stress.finish
 
-    def leaking(run: Stress) -> Report:
+    def leaking(run: Stress) -> StressReport:
         report = finish(run)
         report.leaked += 1
         return report

@@ -112,16 +112,23 @@ class Served:
     Args:
         memory: bytes of the pool.
         options: of the plugin; None: vLLM as it is.
-        at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`; otherwise
-            whole blocks of an answer are given in one step, which is faster.
+        at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`.
+        token_by_token: a step gives one token of an answer; otherwise, where requests run one by one, whole blocks of
+            it, which is faster.
     """
 
     def __init__(
-        self, memory: float, options: dict[str, Any] | None, *, at_once: bool = False, chunk: int = CHUNK
+        self,
+        memory: float,
+        options: dict[str, Any] | None,
+        *,
+        at_once: bool = False,
+        token_by_token: bool = False,
+        chunk: int = CHUNK,
     ) -> None:
         specs, block_bytes = groups()
         self.num_blocks = int(memory) // block_bytes
-        self._at_once = at_once
+        self._token_by_token = at_once or token_by_token
         kv_cache_utils.init_none_hash(hashing.sha256)
         layout = KVCacheConfig(
             num_blocks=self.num_blocks,
@@ -177,7 +184,7 @@ class Served:
             return []
         answer = self._answers[request.request_id]
         at, room = request.num_output_tokens, BLOCK - request.num_tokens % BLOCK - 3
-        return answer[at : at + (1 if self._at_once else max(1, room))]
+        return answer[at : at + (1 if self._token_by_token else max(1, room))]
 
     def serve(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]], width: int = 1) -> None:
         """Serve prompts with their answers, as many at a time."""

@@ -15,7 +15,7 @@ from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
 from hybrid.tree.node import Kind
 from hybrid.vllm import installed, mirror, plugin
 from hybrid.vllm.mirror import Mirror
-from hybrid.vllm.options import Options, refuse_unsupported
+from hybrid.vllm.options import VllmOptions, refuse_unsupported
 from hybrid.vllm.queue import FreeBlocks
 from support.vllm_imitated import Block, Manager, PlainQueue, Request, Service
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 def mirrored(num_blocks: int, num_pages: int = 1, num_states: int = 3, **options: Any) -> tuple[Manager, Mirror]:
     """A manager and the mirror that was put beside it."""
     manager = Manager(num_blocks, num_pages=num_pages, num_states=num_states)
-    return manager, Mirror(manager, manager.pages, manager.states, PlainQueue, Options(**options))
+    return manager, Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(**options))
 
 
 def check(manager: Manager, mirror: Mirror) -> None:
@@ -98,7 +98,7 @@ def test_lru_hits_what_the_plain_queue_hits() -> None:
     for name in ("plain", "lru"):
         manager = Manager(60)
         if name == "lru":
-            Mirror(manager, manager.pages, manager.states, PlainQueue, Options(policy="lru"))
+            Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(policy="lru"))
         service = Service(manager)
         hits[name] = sum(service.serve(prompt) or 0 for prompt in prompts(2, 500))
     assert hits["plain"] > 1000
@@ -300,16 +300,16 @@ def test_blocks_without_content_are_used_first_then_those_that_the_tree_has_not(
 
 
 def test_options_come_from_the_additional_config() -> None:
-    assert Options.of(None) == Options.of({}) == Options()
-    assert Options.of({"hybrid": {"policy": "lru", "seed": 3}}) == Options(policy="lru", seed=3)
+    assert VllmOptions.of(None) == VllmOptions.of({}) == VllmOptions()
+    assert VllmOptions.of({"hybrid": {"policy": "lru", "seed": 3}}) == VllmOptions(policy="lru", seed=3)
     with pytest.raises(ArgumentError, match="has no policy 'slru'; it has: lru, "):
-        Options.of({"hybrid": {"policy": "slru"}})
+        VllmOptions.of({"hybrid": {"policy": "slru"}})
     with pytest.raises(ArgumentError, match="has 'polcy', which is not known; known are policy, admission"):
-        Options.of({"hybrid": {"polcy": "lru"}})
+        VllmOptions.of({"hybrid": {"polcy": "lru"}})
     with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
-        Options.of({"hybrid": {"seed": True}})
+        VllmOptions.of({"hybrid": {"seed": True}})
     with pytest.raises(ArgumentError, match="must be an object"):
-        Options.of({"hybrid": "lhd"})
+        VllmOptions.of({"hybrid": "lhd"})
 
 
 def config(**changes: Any) -> SimpleNamespace:
