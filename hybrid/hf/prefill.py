@@ -36,6 +36,7 @@ from hybrid.hf.layers import PageMemory, fill, stack_left_padded, states_of, tok
 from hybrid.hf.options import Prompts
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import CommitPoint, Past, PastOrigin, finite_logits
+from hybrid.interrupts import Section, deferred
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -266,11 +267,12 @@ class Prefiller:
         if self._end_of_own(key, end) < end:
             return
         cache.adopt()
-        lease = None
-        try:
-            with cache.bookkeeping():
-                lease = cache.open_whole(key)
-                if lease is None or lease.num_hit_tokens == end or not cache.reserve(lease, end):
+        with cache.bookkeeping():
+            lease = cache.open_whole(key)
+            if lease is None:
+                return
+            try:
+                if lease.num_hit_tokens == end or not cache.reserve(lease, end):
                     return
                 pages = lease.block_table[lease.num_shared :]
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
@@ -279,19 +281,13 @@ class Prefiller:
                     self._memory.write_state(states, checkpoint.slot)
                 cache.advance(lease, end)
                 cache.commit(lease, key, end)
-        finally:
-            self._close(lease)
+            finally:
+                self._close(lease)
 
-    def _close(self, lease: Lease | None) -> None:
+    def _close(self, lease: Lease) -> None:
         """Close a lease, unless it has ended since the cache was emptied."""
-        try:
-            self._close_once(lease)
-        finally:
-            self._close_once(lease)  # where the handler of a signal has kept the first one from beginning
-
-    def _close_once(self, lease: Lease | None) -> None:
         with self._cache.bookkeeping():
-            if lease is not None and lease in self._cache.leases:
+            if lease in self._cache.leases:
                 self._cache.close(lease)
 
     # The passes of a prefill
@@ -299,37 +295,42 @@ class Prefiller:
     def _prefill_committed(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit everything up to the limit. Returns the position reached, and why
         the hit was as long as it was."""
-        cache, key = self._cache, work.key
-        lease, page_size = None, cache.config.page_size
-        try:
-            with cache.bookkeeping():
-                lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
-                if lease is None:
-                    return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
-                position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
-                if work.is_left_after(position):
-                    last = position
-                wanted = self._checkpoints(lease, work, last)
-                if position:
-                    pages = lease.block_table[: position // page_size]
-                    self._memory.restore(past.layers, pages, lease.read_slot, position)
-                cache.advance(lease, position)
-                keep_end, is_kept = self._end_of_own(key, last), True
-            for end in self._cuts(key, position, last, wanted):
-                start, position = position, end
+        with deferred() as section:  # no handler raises between opening the lease and closing it but in a pass
+            with (cache := self._cache).bookkeeping():
+                lease = cache.open_whole(work.key) if work.is_replay else cache.open(work.key, work.limit, 0)
+            if lease is None:
+                return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
+            try:
+                return self._compute_leased(past, work, lease, section), lease.explanation
+            finally:
+                self._close(lease)
+
+    def _compute_leased(self, past: DynamicCache, work: Prefill, lease: Lease, section: Section) -> int:
+        """Restore the hit of a lease, and compute and commit what follows. Handlers run while the model computes."""
+        cache, key, page_size = self._cache, work.key, self._cache.config.page_size
+        with cache.bookkeeping():
+            position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
+            if work.is_left_after(position):
+                last = position
+            wanted = self._checkpoints(lease, work, last)
+            if position:
+                self._memory.restore(past.layers, lease.block_table[: position // page_size], lease.read_slot, position)
+            cache.advance(lease, position)
+            keep_end, is_kept = self._end_of_own(key, last), True
+        for end in self._cuts(key, position, last, wanted):
+            start, position = position, end
+            with section.paused():
                 self._forward(work, position, past, start)
-                is_kept = is_kept and position <= keep_end
-                if not is_kept:
-                    continue
-                with cache.bookkeeping():
-                    is_kept = self._keep_pass(past, lease, start, position, wanted)
-                    if is_kept:
-                        cache.advance(lease, position)
-                        if lease.captured or (position == last and lease.num_shared < last // page_size):
-                            cache.commit(lease, key, position)
-            return position, lease.explanation
-        finally:
-            self._close(lease)
+            is_kept = is_kept and position <= keep_end
+            if not is_kept:
+                continue
+            with cache.bookkeeping():
+                is_kept = self._keep_pass(past, lease, start, position, wanted)
+                if is_kept:
+                    cache.advance(lease, position)
+                    if lease.captured or (position == last and lease.num_shared < last // page_size):
+                        cache.commit(lease, key, position)
+        return position
 
     def _cuts(self, key: Key, start: int, last: int, wanted: dict[int, Kind]) -> list[int]:
         """The ends of the passes over the tokens `[start, last)`."""
