@@ -146,9 +146,6 @@ class Archives:
                 if node.end % tree.grid or boundary.key.whole(node.end, 1) != node.end:
                     done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
                     continue
-                if not self._memory.are_finite(boundary.pages, boundary.checkpoint):
-                    done.skipped[RestoreOutcome.NOT_FINITE.value] += 1
-                    continue
                 outcome, num_pages = self._restorer.restore(boundary)
                 if outcome in (RestoreOutcome.RESTORED, RestoreOutcome.PRESENT):
                     owner = tree.peek(boundary.key, node.end).checkpoint

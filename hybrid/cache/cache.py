@@ -35,6 +35,7 @@ from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig, settings_of
+from hybrid.cache.dropper import Dropper
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
@@ -203,6 +204,7 @@ class HybridCache:
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
+        self._dropper = Dropper(self.tree, memory, self.allocator, self.pins, self.tiers)
         self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
         self.restores: Restores | None = None
         self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
@@ -624,6 +626,28 @@ class HybridCache:
         """
         self._refuse_closed(lease, even_void=True)
         self._opener.close(lease)
+
+    # What went bad
+
+    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
+        """Drop what holds NaN or infinity of the first `num_tokens` tokens of a key, after a pass that resumed there
+        gave such: from the first such page on all that continues from it, or the checkpoint; here and in all tiers.
+        Reads all of it.
+
+        Returns:
+            Whether there was something. What a running request holds of it stays until that gives it back.
+        """
+        with self.bookkeeping():
+            is_damaged = self._dropper.drop_damaged(key, num_tokens)
+            self._stats.dropped_hits += is_damaged
+            return is_damaged
+
+    def drop(self, key: Key, num_tokens: int) -> None:
+        """Drop the first `num_tokens` tokens of a key, and whatever continues from one of them, here and in all tiers:
+        a pass that resumed there gave NaN or infinity, and one that computed all of it did not."""
+        with self.bookkeeping():
+            self._dropper.drop(key, num_tokens)
+            self._stats.dropped_hits += 1
 
     # Pins
 

@@ -40,6 +40,7 @@ class EvictedUnit(NamedTuple):
         path: makes `Offer.path`.
         note: of a checkpoint: see `Offer`.
         is_asked: a copy was asked for, however likely it is to be wanted.
+        checksum: see `Offer`.
     """
 
     name: Name
@@ -48,6 +49,7 @@ class EvictedUnit(NamedTuple):
     path: Callable[[], Iterator[bytes]]
     note: Note | None = None
     is_asked: bool = False
+    checksum: int | None = None
 
 
 class ReuseTracker:
@@ -201,7 +203,7 @@ class Offloader:
             is_worth_it = self._savings.is_worth_copying(unit.note, tier.cost, is_certain)
             value = partial(self._savings.value, unit.note, tier.cost)
         read = unit.read if tier is self._host else partial(self._whole, unit.read)
-        return Offer(unit.name, unit.num_bytes, read, unit.note, is_worth_it, value, unit.path())
+        return Offer(unit.name, unit.num_bytes, read, unit.note, is_worth_it, value, unit.path(), unit.checksum)
 
     def _whole(self, read: Callable[[], Contents]) -> bytes:
         """Contents that the host may read: host memory keeps them while they are on their way, a disk cannot."""
@@ -221,9 +223,9 @@ class Offloader:
 
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
         """Offer to the disk what host memory dropped."""
-        for name, contents, path, note in host.take_dropped():
-            read = partial(self._memory.downloads.wait, contents)
-            unit = EvictedUnit(name, len(contents), read, partial(iter, path), note)
+        for name, copy, path, note in host.take_dropped():
+            read = partial(self._memory.downloads.wait, copy.contents)
+            unit = EvictedUnit(name, len(copy), read, partial(iter, path), note, checksum=copy.checksum)
             disk.offer(self._for(disk, unit))
 
     def flush_to_disk(self) -> None:

@@ -95,14 +95,17 @@ class Restorer:
 
     def fill(self, lease: Lease, boundary: Boundary) -> RestoreOutcome:
         """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the
-        checkpoint. On a GPU contents are on their way then (`hybrid.memory.copies`). Otherwise the lease is as it
-        was, but for contents of its private pages, which it has not computed yet.
+        checkpoint, if all of it is finite. On a GPU contents are on their way then (`hybrid.memory.copies`). Otherwise
+        the lease is as it was, but for contents of its private pages, which it has not computed yet.
         """
         page_size = self._opener.page_size
         end = boundary.num_tokens // page_size
         num_missing = end - lease.num_shared
         if num_missing > len(boundary.pages):
             return RestoreOutcome.INCOMPLETE
+        missing = boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else ()
+        if not self._memory.are_finite(missing, boundary.checkpoint):
+            return RestoreOutcome.NOT_FINITE
         if end > len(lease.block_table):
             more = self._allocator.allocate_pages(end - len(lease.block_table))
             if more is None:
@@ -112,7 +115,6 @@ class Restorer:
         if place is None:
             return RestoreOutcome.NO_MEMORY
         try:
-            missing = boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else ()
             self._memory.write(lease.block_table[lease.num_shared : end], missing, place, boundary.checkpoint)
         except BaseException:
             self._allocator.free_checkpoint(place)

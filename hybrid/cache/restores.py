@@ -46,6 +46,7 @@ class Restores:
     Attributes:
         num_checkpoints, num_tokens, num_bytes: that came back, for requests.
         num_failures: restores that raised; requests compute then.
+        num_damaged: restores that held NaN or infinity; likewise, and what they would have used is dropped.
         arrivals: what was restored, and is on its way.
     """
 
@@ -63,6 +64,7 @@ class Restores:
         self.num_tokens: int = 0
         self.num_bytes: int = 0
         self.num_failures: int = 0
+        self.num_damaged: int = 0
         self._tiers = tiers
         self._tree = tree
         self._opener = opener
@@ -78,7 +80,8 @@ class Restores:
         stats.restored_checkpoints += self.num_checkpoints
         stats.restored_tokens += self.num_tokens
         stats.restored_bytes += self.num_bytes
-        stats.tier_failures += self.num_failures
+        stats.tier_failures += self.num_failures + self.num_damaged
+        stats.damaged_copies += self.num_damaged
         if self._tiers.disk is not None:
             reader = self._tiers.disk.reader
             stats.read_ahead_bytes, stats.read_in_vain_bytes = reader.bytes_ahead, reader.bytes_in_vain
@@ -221,7 +224,7 @@ class Restores:
         """Write what was read.
 
         Raises:
-            UnavailableError: it could not be read, or not in time.
+            UnavailableError: it could not be read, or not in time, or holds NaN or infinity.
         """
         position, saved = candidate.num_tokens, candidate.num_tokens - lease.num_hit_tokens
         contents = restoring.take()
@@ -234,6 +237,10 @@ class Restores:
             self.num_failures += 1
             self._audit()  # it may have come between any two lines of the bookkeeping
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
+        if outcome is RestoreOutcome.NOT_FINITE:
+            self.num_damaged += 1
+            self._tiers.drop(name for names in candidate.names.values() for name in names)
+            raise UnavailableError(f"{outcome.value}, and is dropped")
         if outcome is not RestoreOutcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
         written = time.perf_counter() - start + self.arrivals.seconds(candidate.num_bytes)

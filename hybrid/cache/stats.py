@@ -35,6 +35,9 @@ class CacheStats:
             computed because of it.
         read_ahead_bytes, read_in_vain_bytes: read from disk for requests that were queued; read, and not used.
         tier_failures: copies and restores that failed; requests computed instead.
+        damaged_copies: how many of them were not what had been copied, or held NaN or infinity: these are dropped.
+        dropped_hits: prefixes that were dropped because passes that resumed from them gave NaN or infinity; their
+            requests were computed without them.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
         resets: how often an exception left the bookkeeping inconsistent, and the cache was emptied
             (`HybridCache.reset`).
@@ -78,6 +81,8 @@ class CacheStats:
     read_ahead_bytes: int = 0
     read_in_vain_bytes: int = 0
     tier_failures: int = 0
+    damaged_copies: int = 0
+    dropped_hits: int = 0
     policy_failure: str | None = None
     resets: int = 0
 

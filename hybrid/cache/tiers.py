@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,12 @@ class Tiers:
             for tier in self.places:
                 tier.clear()
 
+    def drop(self, names: Iterable[Name]) -> None:
+        """Forget copies that are of no use to any request."""
+        gone = [*names]
+        for tier in self.places:
+            tier.drop(gone)
+
     def begin_shutdown(self) -> bool:
         """Let what is evicted from now on wait for the disk. False: there is none."""
         self.offloader.end()
@@ -106,12 +112,15 @@ class Tiers:
             stats.host_bytes_total, stats.host_bytes_used = host.num_bytes, host.bytes_used
             stats.host_pages, stats.host_checkpoints = host.num_pages, host.num_checkpoints
             stats.host_bytes_offered, stats.host_bytes_written = host.bytes_offered, host.bytes_written
+            stats.tier_failures += host.num_damaged
+            stats.damaged_copies += host.num_damaged
         if disk is not None:
             stats.disk_bytes_total, stats.disk_bytes_used = disk.num_bytes, disk.bytes_used
             stats.disk_pages, stats.disk_checkpoints = disk.num_pages, disk.num_checkpoints
             stats.disk_bytes_offered, stats.disk_bytes_written = disk.bytes_offered, disk.bytes_written
             stats.disk_failure, stats.disk_report = disk.failure, "; ".join(disk.report)
             stats.tier_failures += disk.counts.num_failures + disk.counts.num_damaged
+            stats.damaged_copies += disk.counts.num_damaged
         stats.tier_failures += self.offloader.num_failures
 
     def violations(self) -> list[str]:
@@ -152,7 +161,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
             raise MemoryBudgetError(
                 f"CacheConfig: host={format_bytes(config.host)}, but only {format_bytes(free)} is free; choose less"
             )
-        host = HostTier(config.host, passes_on=config.disk is not None)
+        host = HostTier(config.host, passes_on=config.disk is not None, has_arrived=memory.downloads.has_arrived)
     if config.disk is not None:
         assert isinstance(config.disk, int) and isinstance(config.directory, Path)
         if model is None:

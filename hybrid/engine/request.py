@@ -68,6 +68,24 @@ class Continuation:
     adapter: Adapter | None = None
 
 
+@dataclass(slots=True)
+class ColdStart:
+    """The second start of a request, without what is cached: a pass that had resumed from it gave NaN or infinity.
+
+    Attributes:
+        key, num_tokens: what it had resumed from.
+        end: where that pass ended.
+        is_damaged: something of it was NaN or infinite, and was dropped.
+        is_proven: a pass has come so far again, and gave neither. What is computed is shared from then on.
+    """
+
+    key: Key
+    num_tokens: int
+    end: int
+    is_damaged: bool
+    is_proven: bool = False
+
+
 class Request:
     """A prompt and its continuation.
 
@@ -95,6 +113,7 @@ class Request:
         leader: (request, position): this one waits until that one has committed that many tokens.
         ahead: what it will need from disk is being read while it waits; None: nothing is.
         was_retracted: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
+        cold: its second start without what is cached; None: there was none.
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
@@ -147,6 +166,7 @@ class Request:
         self.leader: tuple[Request, int] | None = None
         self.ahead: Reading | None = None
         self.was_retracted: bool = False
+        self.cold: ColdStart | None = None
         self.latest_turn: int = 0
         self.finish_reason: str | None = None
         self.error: str | None = None

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import ColdStart, Request, Status
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import REFUSALS, MemoryBudgetError
@@ -174,6 +175,10 @@ MAX_LOGIT_ROWS = 128
 """Tokens of a prompt part whose log-probabilities are wanted, at most, unless a chunk is larger."""
 
 
+LEFT_OUT = "what was cached gave NaN or infinity, and is left out"
+"""Why a request that starts cold has no hit."""
+
+
 class Scheduler:
     """Requests that wait and run, and the memory that they hold.
 
@@ -280,6 +285,8 @@ class Scheduler:
         In deterministic mode only those of prompts. What a later pass has computed is not known to be finite yet."""
         request, lease, config = part.request, part.lease, self.cache.config
         end = min(computed, len(request.ids))
+        if request.cold is not None and not self._is_proven(request.cold, part.end):
+            return
         computed = min(end, request.prefill_end) if self.deterministic else end
         whole = computed // self._grid * self._grid
         written = lease.captured and any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
@@ -290,13 +297,38 @@ class Scheduler:
             self._pin(request)
             self.discard(request)
 
+    def start_cold(self, part: Part) -> bool:
+        """A pass gave NaN or infinity: if its request had resumed from what is cached, drop what of that is damaged,
+        and have the request start again without it, once. It keeps the tokens that it has given. False: it cannot."""
+        request, lease = part.request, part.lease
+        if not lease.num_hit_tokens or request.cold is not None:
+            return False
+        if request.lease is not None:
+            self.discard(request)
+            if not request.is_replay:
+                self._wait_again(request)
+        key, num_tokens = lease.key, lease.num_hit_tokens
+        request.cold = ColdStart(key, num_tokens, part.end, self.cache.drop_damaged(key, num_tokens))
+        return True
+
+    def _is_proven(self, cold: ColdStart, end: int) -> bool:
+        """Tell whether what a request computes without what is cached may be shared: it got beyond where it had failed,
+        and what it had resumed from is gone. Otherwise it would be given the cache's pages for its own."""
+        if not cold.is_proven and end >= cold.end:
+            if cold.is_damaged:  # some of it may have been in use
+                cold.is_proven = not self.cache.drop_damaged(cold.key, cold.num_tokens)
+            else:
+                self.cache.drop(cold.key, cold.num_tokens)
+                cold.is_proven = True
+        return cold.is_proven
+
     def finish(self, request: Request) -> None:
         """A request has its answer: what it computed goes to the tree, or is replayed first. It may have been retracted
         while its last token was computed: then that token is not shared."""
         lease, config = request.lease, self.cache.config
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
-            if not self.deterministic:
+            if not self.deterministic and (request.cold is None or request.cold.is_proven):
                 kept = min(request.kept_len, request.num_committed)
                 if keeps_turns:
                     self.cache.donate_states(lease, kept)
@@ -493,7 +525,7 @@ class Scheduler:
                 return
             if only is not None and request not in only:
                 continue
-            if self._leaders.hold(request, self._prompt_end(request), self.running):
+            if request.cold is None and self._leaders.hold(request, self._prompt_end(request), self.running):
                 continue
             try:
                 if not self._start_at_any_cost(request):
@@ -543,6 +575,8 @@ class Scheduler:
             request.explanation = request.lease.explanation
             if not request.is_replay:
                 self.cache.record(request.explanation)
+        elif request.cold is not None:
+            request.explanation = replace(request.lease.explanation, reason=LEFT_OUT)
 
     def _prompt_end(self, request: Request) -> int:
         """The number of tokens that a request computes as prompt when it starts."""
@@ -550,7 +584,7 @@ class Scheduler:
 
     def _cacheable(self, request: Request) -> int:
         """The number of its tokens that may be cached: one is left to compute."""
-        return min(self._prompt_end(request) - 1, request.hit_limit)
+        return min(self._prompt_end(request) - 1, request.hit_limit) if request.cold is None else 0
 
     def _is_prefilling(self, request: Request) -> bool:
         """Tell whether a request that runs has tokens of its prompt to compute now."""
@@ -559,7 +593,7 @@ class Scheduler:
     def fork(self, request: Request, fork: Request) -> None:
         """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of
         its state, or if there is no memory for that, as a request that was retracted."""
-        fork.is_fork, fork.explanation = False, request.explanation
+        fork.is_fork, fork.explanation, fork.cold = False, request.explanation, request.cold
         lease = None
         if request.lease is not None and len(self.running) < self.config.max_num_seqs:
             lease = self.cache.fork(request.lease)

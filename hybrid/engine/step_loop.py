@@ -263,6 +263,8 @@ class StepLoop:
                 if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
                     continue
                 try:
+                    if not results[id(part)].is_finite and self._start_cold(part):
+                        continue
                     self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
                 except BaseException as error:
@@ -330,6 +332,21 @@ class StepLoop:
         started, self._latest_results = max(launched.started, self._latest_results), now
         if all(part.is_prefill for part in launched.step.parts):
             self._cache.note_pass(sum(part.end - part.start for part in launched.step.parts), now - started)
+
+    def _start_cold(self, part: Part) -> bool:
+        """See `Scheduler.start_cold`. What was launched ahead of its request is of no use then."""
+        request = part.request
+        if not self._scheduler.start_cold(part):
+            return False
+        log.warning(
+            "%s resumed from %d cached tokens and got NaN or infinity: %s, and it is computed without them",
+            request.request_id,
+            part.lease.num_hit_tokens,
+            "they are dropped" if request.cold is not None and request.cold.is_damaged else "they look sound",
+        )
+        if self._next is not None:
+            self._next.parts = [other for other in self._next.parts if other.request is not request]
+        return True
 
     def _take(self, part: Part, result: Result) -> None:
         """Append the tokens of a part to its request, up to its end, and share what was computed of them."""

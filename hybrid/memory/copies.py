@@ -408,6 +408,11 @@ class Downloads:
                 mark.wait_on_host()
         return contents
 
+    def has_arrived(self, contents: Contents) -> bool:
+        """Tell whether the host may read contents without waiting for them."""
+        self._drop_ended()
+        return all(own is not contents for own, _ in self._under_way)
+
     def _drop_ended(self) -> None:
         while self._under_way and self._under_way[0][1].has_ended:
             self._under_way.popleft()

@@ -60,9 +60,9 @@ class ContentChecker(Protocol):
     @property
     def checkpoint_bytes(self) -> int: ...
 
-    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
-        """Tell whether no number in contents is NaN or infinity. Where many are so large that their sum is, they count
-        as such, too: a model does not compute them."""
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
+        """Tell whether no number in contents is NaN or infinity (None: there is no checkpoint). Where many are so large
+        that their sum is, they count as such, too: a model does not compute them."""
         ...
 
 

@@ -290,11 +290,14 @@ class CacheMemory:
             mover.write_page(page, own)
         mover.write_checkpoint(place, checkpoint)
 
-    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
         """Tell whether contents that are to be written hold no NaN and no infinity; those of a mover that cannot tell
-        are believed."""
+        are believed. Contents that are on their way to the host are waited for."""
         mover = self.mover
-        return mover.are_finite(pages, checkpoint) if isinstance(mover, ContentChecker) else True
+        if not isinstance(mover, ContentChecker):
+            return True
+        wait = self.downloads.wait
+        return mover.are_finite(map(wait, pages), wait(checkpoint) if checkpoint is not None else None)
 
     @property
     def content_bytes(self) -> tuple[int, int] | None:

@@ -37,6 +37,9 @@ from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
 
+FP8_NAN = 0x7F
+"""The code of NaN of e4m3, without its sign."""
+
 
 class PassInFlight(Protocol):
     """A pass that was given to other threads."""
@@ -192,11 +195,11 @@ class CacheTensors:
         """Bytes of the contents of a checkpoint, as it is stored."""
         return sum(place.num_bytes for place in (self._state_places if self.stored is None else self.stored.places))
 
-    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents) -> bool:
+    def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
         """Tell whether contents hold no NaN and no infinity: see `ContentChecker`. Reads them once, which takes less
         time than copying them."""
         places = self._state_places if self.stored is None else self.stored.places
-        sums = [*_sums(checkpoint, places, of_page=False)]
+        sums = [*_sums(checkpoint, places, of_page=False)] if checkpoint is not None else []
         sums += (one for page in pages for one in _sums(page, self._page_places, of_page=True))
         return not sums or bool(torch.stack(sums).isfinite().all())
 
@@ -276,7 +279,7 @@ class CacheTensors:
         if self._copier is not None:
             return self.downloads.begin([row[place.start : place.start + place.num_bytes] for place in places])
         data = row.numpy()
-        return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
+        return bytearray().join([data[place.start : place.start + place.num_bytes].data for place in places])
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
@@ -350,13 +353,16 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
 
 def _sums(contents: Contents, places: Sequence[Place], *, of_page: bool) -> Iterator[Tensor]:
     """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of a page's
-    rows in a byte per element their scales: they are NaN or infinite where their values were."""
+    rows in a byte per element those of their scales, which are NaN or infinite where the values were that were packed;
+    a code of fp8 that is NaN counts too, since there is nothing in it that would be packed as such."""
     source, start = _on_host(contents, places), 0
     for place in places:
         own = source[start : start + place.num_bytes]
         if of_page and place.dtype in KV_DTYPES.values() and place.num_bytes:
-            scales = own.view(-1, place.shape[-1])[:, -SCALE_BYTES:].contiguous()
-            yield scales.view(torch.float32).sum()
+            rows = own.view(-1, place.shape[-1])
+            yield rows[:, -SCALE_BYTES:].contiguous().view(torch.float32).sum()
+            if place.dtype.is_floating_point and bool(((rows[:, :-SCALE_BYTES] & 0x7F) == FP8_NAN).any()):
+                yield torch.tensor(torch.nan)
         elif place.dtype.is_floating_point and place.num_bytes:
             yield (own.clone() if start % place.dtype.itemsize else own).view(place.dtype).sum(dtype=torch.float32)
         start += place.num_bytes

@@ -36,7 +36,20 @@ from hybrid.tiers.folder import (
 )
 from hybrid.tiers.reader import Begin, Buffer, BufferedReading, Reader, Wanted
 from hybrid.tiers.store import DirectoryStore, Store
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Reading, ReadyReading, UnavailableError
+from hybrid.tiers.tier import (
+    CHECKPOINT,
+    DAMAGED,
+    PAGE,
+    Contents,
+    HeldCopy,
+    Name,
+    Note,
+    Offer,
+    Reading,
+    ReadyReading,
+    UnavailableError,
+    checksum_of,
+)
 from hybrid.tiers.value import WORTHLESS, EvictionOrder, PageRefCounts, Savings
 from hybrid.tiers.worker import FORKED, ProcessLock, Worker, ended_within
 
@@ -399,7 +412,7 @@ class DiskTier:
         with self._lock:
             wrong = self._holdings.violations()
             waiting = self._holdings.waiting
-            if sum(len(pending.contents) for pending in waiting.values()) != self._pending_bytes:
+            if sum(len(pending.copy) for pending in waiting.values()) != self._pending_bytes:
                 wrong.append(f"the disk counts {self._pending_bytes} bytes that wait, which is wrong")
             if not set(self._batch) <= set(waiting):
                 wrong.append("a copy of the next segment does not wait for the disk")
@@ -418,6 +431,7 @@ class DiskTier:
             if self._is_closed or not is_needed or not self._has_room(offer.num_bytes):
                 return False
         contents = offer.read()
+        copy = HeldCopy(contents, checksum_of(contents) if offer.checksum is None else offer.checksum)
         with self._lock:
             above: bytes | None = None
             if offer.note is not None:
@@ -425,7 +439,7 @@ class DiskTier:
             elif path := [*islice(offer.path, 1)]:
                 above = path[0]
                 self._holdings.extend(offer.name[1], path)
-            self._holdings.waiting[offer.name] = PendingCopy(contents, offer.note, above)
+            self._holdings.waiting[offer.name] = PendingCopy(copy, offer.note, above)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
@@ -500,8 +514,13 @@ class DiskTier:
 
     def _wanted(self, name: Name) -> Wanted | Contents:
         """Return where a copy is; its contents, if it waits for the writer."""
-        if name in self._holdings.waiting:
-            return self._holdings.waiting[name].contents
+        waiting = self._holdings.waiting.get(name)
+        if waiting is not None:
+            if not waiting.copy.is_intact:
+                self.counts.num_damaged += 1
+                self._drop_waiting(name)
+                raise UnavailableError(DAMAGED)
+            return waiting.copy.contents
         place = self._holdings.places.get(name)
         if place is None:
             raise UnavailableError("a copy on disk is not there any more")
@@ -550,9 +569,33 @@ class DiskTier:
             gone = [(one.place.segment, one.name) for one in wanted if self._holdings.places.get(one.name) is one.place]
             for _, name in gone:
                 self._holdings.forget(name)
+        self._remove(gone)
+        return len(gone)
+
+    def drop(self, names: Iterable[Name]) -> None:
+        """See `Tier.drop`. They leave the manifest, too."""
+        with self._lock:
+            held, gone = self._holdings, list[tuple[int, Name]]()
+            for name in names:
+                self._drop_waiting(name)
+                if name in held.places:
+                    gone.append((held.places[name].segment, name))
+                    held.forget(name)
+        self._remove(gone)
+
+    def _drop_waiting(self, name: Name) -> None:
+        """Forget a copy that waits for the writer, if there is one. One that is being written is forgotten after it."""
+        pending = self._holdings.waiting.get(name)
+        if pending is not None:
+            self._pending_bytes -= len(pending.copy)
+            if name in self._batch:
+                self._batch.remove(name)
+                self._batch_bytes -= len(pending.copy)
+            self._holdings.settle(name, pending)
+
+    def _remove(self, gone: list[tuple[int, Name]]) -> None:
         if gone:
             self._writer.submit(partial(self._change, lambda folder: folder.remove_copies(gone)))
-        return len(gone)
 
     def clear(self) -> None:
         """Forget all copies that this process could use; those of other models stay. Does nothing once closed."""
@@ -696,17 +739,19 @@ class DiskTier:
             with self._lock:
                 for name, copy in pending:
                     if self._holdings.waiting.get(name) is copy:
-                        self._pending_bytes -= len(copy.contents)
+                        self._pending_bytes -= len(copy.copy)
                         self._holdings.settle(name, copy)
 
     def _put(self, pending: list[tuple[Name, PendingCopy]], epoch: int) -> bool:
         """Write copies. False: nothing was written, since what is there is worth more, or has them already."""
         folder = self._opened()
         self._catch_up(folder)
+        damaged = {name for name, one in pending if not one.copy.is_intact}
+        self.counts.num_damaged += len(damaged)
         with self._lock:  # another process may have written some of them
             held = self._holdings
-            pending = [(name, copy) for name, copy in pending if name not in held.places]
-            value = sum(max(0.0, held.value(name)) * len(copy.contents) for name, copy in pending)
+            pending = [(name, one) for name, one in pending if name not in held.places and name not in damaged]
+            value = sum(max(0.0, held.value(name)) * len(one.copy) for name, one in pending)
         if not pending:
             return False
         arrival = folder.put(pending, lambda size: self._make_free(folder, size, value / size, epoch))
@@ -715,11 +760,19 @@ class DiskTier:
             return False
         self.bytes_written += arrival.row.num_bytes
         with self._lock:
-            is_wanted = epoch == self._epoch
+            is_wanted, dropped = epoch == self._epoch, list[Name]()
             if is_wanted:
-                self._holdings.add([arrival])
+                held = self._holdings
+                held.add([arrival])
+                for name, one in pending:
+                    place = held.places.get(name)
+                    if held.waiting.get(name) is not one and place is not None and place.segment == arrival.row.id:
+                        dropped.append(name)  # while it was written
+                        held.forget(name)
         if not is_wanted:  # all was cleared meanwhile
             folder.remove([(arrival.row.id, arrival.row.file)])
+        elif dropped:
+            folder.remove_copies((arrival.row.id, name) for name in dropped)
         return True
 
     def _make_free(self, folder: CacheFolder, num_bytes: int, value: float, epoch: int) -> bool:

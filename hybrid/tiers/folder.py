@@ -30,7 +30,7 @@ from typing import NamedTuple
 from hybrid.checks import MAX_INT
 from hybrid.errors import HybridError
 from hybrid.tiers.store import DirectoryStore, ForeignError, Store, is_ours
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, HeldCopy, Name, Note
 from hybrid.tiers.value import MAX_GROUPS, Counts, halved, is_sound
 from hybrid.units import format_bytes
 
@@ -148,9 +148,9 @@ def _digest(text: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class PendingCopy:
-    """A copy that is to be written: its contents, note, and of a page the name of that before it."""
+    """A copy that is to be written, its note, and of a page the name of that before it."""
 
-    contents: Contents
+    copy: HeldCopy
     note: Note | None
     above: bytes | None = None
 
@@ -554,7 +554,7 @@ class CacheFolder:
         """
         if self.read_only:
             raise OSError(errno.EROFS, "the folder cannot be written")
-        parts, starts = layout([(name, copy.contents) for name, copy in pending], self._origin.digest)
+        parts, starts = layout([(name, one.copy.contents) for name, one in pending], self._origin.digest)
         num_bytes = sum(map(len, parts))
         if not make_free(num_bytes):
             return None
@@ -567,7 +567,7 @@ class CacheFolder:
                     return None
                 self.store.put_from(file, parts)
                 row = self._insert(file, num_bytes)
-                placed = [(name, self._place(row.id, name, copy, start)) for (name, copy), start in missing]
+                placed = [(name, self._place(row.id, name, one, start)) for (name, one), start in missing]
                 self._db.executemany(
                     f"INSERT INTO copies(fingerprint, {COLUMNS}, namespace, ids) VALUES (?{', ?' * 10})",
                     [self._values(name, place) for name, place in placed],
@@ -594,10 +594,10 @@ class CacheFolder:
         assert number is not None and self._number is not None
         return SegmentRow(number, file, num_bytes, self._number)
 
-    def _place(self, segment: int, name: Name, copy: PendingCopy, start: int) -> CopyPlace:
-        text = note_text(copy.note)
-        span = Span(start, len(copy.contents), checksum(self._origin.digest, name, text, copy.contents))
-        return CopyPlace(segment, span, text, copy.note, copy.above)
+    def _place(self, segment: int, name: Name, pending: PendingCopy, start: int) -> CopyPlace:
+        text, contents = note_text(pending.note), pending.copy.contents
+        span = Span(start, len(contents), checksum(self._origin.digest, name, text, contents))
+        return CopyPlace(segment, span, text, pending.note, pending.above)
 
     def _values(self, name: Name, place: CopyPlace) -> tuple[object, ...]:
         note = place.note

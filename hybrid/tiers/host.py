@@ -10,12 +10,26 @@ again, because requests continue behind it, the state is dropped at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybrid.tiers.cost import Cost
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, ReadyReading, UnavailableError
+from hybrid.tiers.tier import (
+    CHECKPOINT,
+    DAMAGED,
+    PAGE,
+    Contents,
+    HeldCopy,
+    Name,
+    Note,
+    Offer,
+    ReadyReading,
+    UnavailableError,
+    checksum_of,
+)
 from hybrid.tiers.value import WORTHLESS, EvictionOrder, PageRefCounts
 
 COPY = 1e-10
@@ -27,12 +41,12 @@ class Kept:
     """A checkpoint, or the pages of one that is on the device.
 
     Attributes:
-        contents: its bytes; None: the device has it, and only pages are kept.
+        copy: its contents; None: the device has it, and only pages are kept.
         note: see `Offer`.
         num_alone: pages that only it needed when it came.
     """
 
-    contents: Contents | None
+    copy: HeldCopy | None
     note: Note | None
     num_alone: int
 
@@ -42,13 +56,13 @@ class Dropped(NamedTuple):
 
     Attributes:
         name: its name.
-        contents: its bytes.
+        copy: its contents.
         path: see `Offer`; of a checkpoint, the pages that only it needed and the one before them, of a page that one.
         note: of a checkpoint.
     """
 
     name: Name
-    contents: Contents
+    copy: HeldCopy
     path: tuple[bytes, ...]
     note: Note | None = None
 
@@ -59,6 +73,7 @@ class HostTier:
     Args:
         num_bytes: of all copies together.
         passes_on: keep what is dropped for `take_dropped`, which is called after each offer.
+        has_arrived: returns whether the host may read contents that were offered; if not, they are summed later.
 
     Attributes:
         label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
@@ -66,9 +81,12 @@ class HostTier:
         bytes_used: bytes of its copies.
         num_hits: copies that were used.
         num_checkpoints: checkpoints that it holds.
+        num_damaged: copies that were not what had been copied.
     """
 
-    def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
+    def __init__(
+        self, num_bytes: int, passes_on: bool = False, has_arrived: Callable[[Contents], bool] = lambda contents: True
+    ) -> None:
         self.label: str = "host memory"
         self.where: str = "in host memory"
         self.cost: Cost = Cost(0.0, COPY)
@@ -78,9 +96,12 @@ class HostTier:
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
         self.num_hits: int = 0
+        self.num_damaged: int = 0
         self._passes_on = passes_on
+        self._has_arrived = has_arrived
+        self._arriving: deque[HeldCopy] = deque()  # that have no checksum yet, in the order in which they arrive
         self._dropped: list[Dropped] = []
-        self._pages: dict[bytes, Contents] = {}
+        self._pages: dict[bytes, HeldCopy] = {}
         self._checkpoints: dict[bytes, Kept] = {}
         self._order: EvictionOrder[bytes] = EvictionOrder()
         self._on_device: set[bytes] = set()
@@ -95,7 +116,7 @@ class HostTier:
 
     def _has(self, checkpoint: bytes) -> bool:
         kept = self._checkpoints.get(checkpoint)
-        return kept is not None and kept.contents is not None
+        return kept is not None and kept.copy is not None
 
     @property
     def num_pages(self) -> int:
@@ -105,7 +126,8 @@ class HostTier:
     # What comes
 
     def offer(self, offer: Offer) -> bool:
-        """See `Tier.offer`. Contents are read only when they are kept."""
+        """See `Tier.offer`. Contents are read only when they are kept, and summed then."""
+        self._sum_arrived()
         self.bytes_offered += offer.num_bytes
         kind, name = offer.name
         return self._offer_page(name, offer) if kind == PAGE else self._offer_checkpoint(name, offer)
@@ -113,7 +135,7 @@ class HostTier:
     def _offer_checkpoint(self, name: bytes, offer: Offer) -> bool:
         assert offer.value is not None
         known = self._checkpoints.get(name)
-        if known is not None and known.contents is not None:
+        if known is not None and known.copy is not None:
             known.note = offer.note
             self._on_device.discard(name)
             self._order.use(name, offer.value(known.num_alone))
@@ -137,10 +159,9 @@ class HostTier:
                 self._forget(name)
         if contents is None:
             return False
-        known.contents, known.note = contents, offer.note
+        known.copy, known.note = self._held(contents, offer.checksum), offer.note
         self.num_checkpoints += 1
         self._order.use(name, value)
-        self._count(contents)
         return True
 
     def _offer_page(self, name: bytes, offer: Offer) -> bool:
@@ -159,13 +180,23 @@ class HostTier:
                     self._forget(checkpoint)
         if contents is None:
             return False
-        self._pages[name] = contents
-        self._count(contents)
+        self._pages[name] = self._held(contents, offer.checksum)
         return True
 
-    def _count(self, contents: Contents) -> None:
+    def _held(self, contents: Contents, checksum: int | None) -> HeldCopy:
+        """Count contents that are kept, and sum them as soon as they are there."""
         self.bytes_used += len(contents)
         self.bytes_written += len(contents)
+        copy = HeldCopy(contents, checksum)
+        if checksum is None:
+            self._arriving.append(copy)
+            self._sum_arrived()
+        return copy
+
+    def _sum_arrived(self) -> None:
+        while self._arriving and self._has_arrived(self._arriving[0].contents):
+            copy = self._arriving.popleft()
+            copy.checksum = checksum_of(copy.contents)
 
     def _make_free_for_page(self, name: bytes, num_bytes: int) -> bool:
         """Drop what has the lowest rank until a page fits. False: nothing needs it any more, or never did."""
@@ -206,28 +237,28 @@ class HostTier:
         """Drop what has the lowest rank: a checkpoint, with the pages that only it needs, which may go elsewhere then.
         Of one that the device has too, first the state: what is left need not be copied again when it leaves it."""
         kept = self._checkpoints[name]
-        if name in self._on_device and kept.contents is not None:
+        if name in self._on_device and kept.copy is not None:
             self._drop_state(kept)
             self._order.use(name, WORTHLESS)
             return
         self._order.drop(name)
-        contents = kept.contents if self._passes_on and name not in self._on_device else None
+        copy = kept.copy if self._passes_on and name not in self._on_device else None
         gone = self._forget(name)
-        if contents is not None:
+        if copy is not None:
             above = [before for _, before, _ in gone if before is not None]
-            self._dropped.append(Dropped((CHECKPOINT, name), contents, (name, *above), kept.note))
+            self._dropped.append(Dropped((CHECKPOINT, name), copy, (name, *above), kept.note))
             for page, before, own in gone:
                 if own is not None:
                     self._dropped.append(Dropped((PAGE, page), own, () if before is None else (before,)))
 
     def _drop_state(self, kept: Kept) -> None:
-        if kept.contents is not None:
-            self.bytes_used -= len(kept.contents)
+        if kept.copy is not None:
+            self.bytes_used -= len(kept.copy)
             self.num_checkpoints -= 1
-            kept.contents = None
+            kept.copy = None
 
-    def _forget(self, name: bytes) -> list[tuple[bytes, bytes | None, Contents | None]]:
-        """Forget a checkpoint and the pages that only it needs. Returns these: name, name of the page before, bytes."""
+    def _forget(self, name: bytes) -> list[tuple[bytes, bytes | None, HeldCopy | None]]:
+        """Forget a checkpoint and the pages that only it needs. Returns these: name, name of the page before, copy."""
         self._drop_state(self._checkpoints.pop(name))
         self._order.discard(name)
         self._on_device.discard(name)
@@ -248,19 +279,33 @@ class HostTier:
 
     def names(self) -> Iterable[Name]:
         """The names of all copies."""
-        states = [(CHECKPOINT, name) for name, kept in self._checkpoints.items() if kept.contents is not None]
+        states = [(CHECKPOINT, name) for name, kept in self._checkpoints.items() if kept.copy is not None]
         return [*states, *((PAGE, name) for name in self._pages)]
 
     def begin(self, names: Sequence[Name]) -> ReadyReading:
-        """See `Tier.begin`. Copies nothing."""
-        found: list[Contents] = []
+        """See `Tier.begin`. Copies nothing. A copy that is not what was copied is dropped."""
+        self._sum_arrived()
+        found, start = list[Contents](), time.perf_counter()
         for kind, name in names:
             kept = self._checkpoints.get(name)
-            own = self._pages.get(name) if kind == PAGE else kept.contents if kept is not None else None
+            own = self._pages.get(name) if kind == PAGE else kept.copy if kept is not None else None
             if own is None:
                 raise UnavailableError("a copy is not there any more")
-            found.append(own)
-        return ReadyReading(found)
+            if not own.is_intact:
+                self.num_damaged += 1
+                self.drop([(kind, name)])
+                raise UnavailableError(DAMAGED)
+            found.append(own.contents)
+        return ReadyReading(found, seconds=time.perf_counter() - start)
+
+    def drop(self, names: Iterable[Name]) -> None:
+        """See `Tier.drop`. A page takes the checkpoints along that need it."""
+        for kind, name in names:
+            if kind == PAGE and name in self._pages:
+                for checkpoint in self._refs.checkpoints(name):
+                    self._forget(checkpoint)
+            elif kind == CHECKPOINT and name in self._checkpoints:
+                self._forget(name)
 
     @property
     def is_empty(self) -> bool:
@@ -281,14 +326,22 @@ class HostTier:
 
     def clear(self) -> None:
         """See `Tier.clear`."""
-        for held in (self._pages, self._checkpoints, self._order, self._on_device, self._refs, self._dropped):
+        for held in (
+            self._pages,
+            self._checkpoints,
+            self._order,
+            self._on_device,
+            self._refs,
+            self._dropped,
+            self._arriving,
+        ):
             held.clear()
         self.bytes_used = self.num_checkpoints = 0
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
         wrong = self._refs.violations(self._checkpoints)
-        states = [kept.contents for kept in self._checkpoints.values() if kept.contents is not None]
+        states = [kept.copy for kept in self._checkpoints.values() if kept.copy is not None]
         held = sum(map(len, (*self._pages.values(), *states)))
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")

@@ -555,6 +555,39 @@ class Tree:
         released = self.evict_checkpoints(self.num_checkpoints, released)
         return self.evict_pages(self.num_pages, released)
 
+    def nodes_beyond(self, key: Key, num_tokens: int, num_kept: int) -> list[Node]:
+        """The nodes with what a key has between `num_kept` and `num_tokens` tokens, and all that continue from there,
+        parents first."""
+        found = self.peek(key, num_tokens)
+        top = found.deepest
+        if top is None or found.num_page_tokens <= num_kept:
+            return []
+        while top.start > num_kept and top.parent is not None:
+            top = top.parent
+        nodes = [top]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+    def evict_nodes(self, nodes: list[Node], num_kept: int, released: Released | None = None) -> Released:
+        """Evict what `nodes_beyond` has returned, but for the first `num_kept` tokens. What a lock protects stays."""
+        released = Released(self._pools.collect()) if released is None else released
+        for node in reversed(nodes):
+            if node.parent is None:  # it went with another
+                continue
+            if node.children or node.page_locks:
+                self.evict_checkpoint(node, released)
+            else:
+                self._evict(node, (node.end - max(node.start, num_kept)) // self.page_size, released)
+        return released
+
+    def evict_checkpoint(self, node: Node, released: Released | None = None) -> Released:
+        """Evict the checkpoint of a node, if it has one that no lock protects."""
+        released = Released(self._pools.collect()) if released is None else released
+        if node.parent is not None and node.slot is not None and not node.state_locks:
+            self._evict(node, 0, released)
+        return released
+
     @property
     def recently_evicted(self) -> list[EvictedCheckpoint]:
         """The checkpoints that were evicted most recently, oldest first."""

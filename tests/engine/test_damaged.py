@@ -1,0 +1,236 @@
+"""Contents that went bad, in a copy or in memory: a miss, and an answer as from a cold run, instead of an error."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid import Engine, RequestOutput, SamplingParams
+from hybrid.cache.config import CacheConfig
+from hybrid.key import Key
+from hybrid.tree.node import Node
+from support.engines import (
+    GRID,
+    answer,
+    assert_nothing_held,
+    cold,
+    computing_is_slow,
+    engine_on,
+    greedy,
+    ids,
+    run_to_end,
+)
+
+PARAMS = greedy(6, logprobs=3)
+PROMPT = ids(6 * GRID + 5, seed=1)
+
+
+def small(tiny: Engine, **config: Any) -> Engine:
+    """An engine with host memory, a disk, or both."""
+    page_bytes, state_bytes = tiny.cache.unit_bytes
+    settings: dict[str, Any] = {"host": "64MiB", "memory": 40 * page_bytes + 10 * state_bytes, **config}
+    engine = tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True, **settings))
+    computing_is_slow(engine)
+    return engine
+
+
+def evict(engine: Engine) -> None:
+    """Have everything leave the device."""
+    engine.cache.allocator.evict(engine.cache.tree.evict_all)
+
+
+def same(found: RequestOutput, expected: RequestOutput) -> bool:
+    return (found.token_ids, found.logprobs, found.error) == (expected.token_ids, expected.logprobs, None)
+
+
+def node_of(engine: Engine, prompt: list[int] = PROMPT) -> Node:
+    key = Key.of(prompt, "")
+    node = engine.cache.tree.peek(key, len(key) - 1).checkpoint
+    assert node is not None and node.slot is not None
+    return node
+
+
+def spoil_page(engine: Engine, at: int = 1, value: float = torch.nan) -> None:
+    """A number in a page of the prompt on the device goes bad."""
+    key = Key.of(PROMPT, "")
+    found = engine.cache.tree.peek(key, len(key) - 1)
+    page = engine.cache.tree.pages(found.deepest, found.num_page_tokens)[at]
+    engine.cache.kv[page].view(-1)[3] = value
+
+
+def spoil_state(engine: Engine, value: float = torch.nan) -> None:
+    next(reversed(engine.cache.state_tensors.values()))[node_of(engine).slot].view(-1)[3] = value
+
+
+def flip(engine: Engine, kind: str, at: int = 0) -> None:
+    """A bit of a copy in host memory flips."""
+    assert engine.cache.tiers is not None and engine.cache.tiers.host is not None
+    host = engine.cache.tiers.host
+    names = [name for name in host.names() if name[0] == kind]
+    contents = host.begin([names[at]]).take()[0]
+    memoryview(contents)[7] ^= 4
+
+
+# Copies
+
+
+@pytest.mark.parametrize("kind", ["page", "checkpoint"])
+def test_a_copy_in_host_memory_that_went_bad_is_a_miss_and_dropped(tiny: Engine, kind: str) -> None:
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    evict(engine)
+    tiers = engine.cache.tiers
+    assert tiers is not None and tiers.host is not None
+    for at in range(sum(name[0] == kind for name in tiers.host.names())):
+        flip(engine, kind, at)
+    found = answer(engine, PROMPT, PARAMS)
+    assert same(found, expected)
+    assert found.usage.cached_tokens == 0 and "is not what was copied, and is dropped" in found.explain
+    stats = engine.cache.stats()
+    assert stats.damaged_copies == stats.tier_failures > 0 == stats.restored_checkpoints
+    evict(engine)
+    again = answer(engine, PROMPT, PARAMS)
+    assert same(again, expected) and again.usage.cached_tokens == 6 * GRID, "a good copy took its place"
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("spoil", [spoil_page, spoil_state])
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_what_went_bad_before_it_was_copied_is_not_restored(
+    tiny: Engine, tmp_path: Path, where: str, spoil: Callable[[Engine], None]
+) -> None:
+    engine = small(tiny, **({} if where == "host" else {"host": None, "disk": "64MiB", "directory": tmp_path / "d"}))
+    expected = cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    spoil(engine)
+    evict(engine)
+    if where == "disk":
+        assert engine.cache.tiers is not None and engine.cache.tiers.disk is not None
+        assert engine.cache.tiers.disk.flush()
+    found = answer(engine, PROMPT, PARAMS)
+    assert same(found, expected) and "it holds NaN or infinity, and is dropped" in found.explain
+    assert engine.cache.stats().damaged_copies >= 1
+    evict(engine)
+    again = answer(engine, PROMPT, PARAMS)
+    assert same(again, expected) and again.usage.cached_tokens == 6 * GRID
+    engine.close()
+
+
+# The device
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("spoil", [spoil_page, spoil_state])
+def test_a_hit_that_gives_nan_is_computed_cold_once(
+    tiny: Engine, spoil: Callable[..., None], value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    spoil(engine, value=value)
+    found = answer(engine, PROMPT, PARAMS)
+    assert same(found, expected), found.error
+    assert found.usage.cached_tokens == 0 and "is left out" in found.explain
+    assert "resumed from 96 cached tokens and got NaN or infinity" in caplog.text
+    assert engine.cache.stats().dropped_hits == 1
+    again = answer(engine, PROMPT, PARAMS)
+    assert same(again, expected) and again.usage.cached_tokens == 6 * GRID, "and its own are shared"
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("spoil", [spoil_page, spoil_state])
+def test_a_hit_that_gives_nan_and_looks_sound_goes_once_a_cold_run_has_not(
+    tiny: Engine, spoil: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers may be finite and so large that a pass is not."""
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    spoil(engine)
+    monkeypatch.setattr(engine.cache.memory, "are_finite", lambda pages, checkpoint: True)
+    assert same(answer(engine, PROMPT, PARAMS), expected)
+    assert engine.cache.stats().dropped_hits == 1
+    for cached_tokens in (0, 6 * GRID):  # there was a checkpoint when it could have been captured
+        again = answer(engine, PROMPT, PARAMS)
+        assert same(again, expected) and again.usage.cached_tokens == cached_tokens
+    assert_nothing_held(engine)
+
+
+def test_copies_of_what_went_bad_in_memory_are_dropped_too(tiny: Engine) -> None:
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    evict(engine)
+    answer(engine, PROMPT, PARAMS)  # restored: on the device and in host memory
+    assert engine.cache.tiers is not None and engine.cache.tiers.host is not None
+    assert engine.cache.tiers.host.num_pages
+    spoil_page(engine, 0)
+    assert same(answer(engine, PROMPT, PARAMS), expected)
+    assert engine.cache.tiers.host.num_pages == 0
+
+
+def test_what_others_share_before_the_bad_page_stays(tiny: Engine) -> None:
+    engine = small(tiny)
+    other = PROMPT[: 3 * GRID] + ids(3 * GRID + 4, seed=9)
+    answer(engine, PROMPT, PARAMS)
+    answer(engine, other, PARAMS)
+    spoil_page(engine, 4)
+    assert answer(engine, PROMPT, PARAMS).error is None
+    assert answer(engine, other, PARAMS).usage.cached_tokens == 6 * GRID
+
+
+def test_a_pin_of_what_went_bad_ends(tiny: Engine) -> None:
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, greedy(6, logprobs=3, pin_for=1000.0))
+    spoil_page(engine)
+    for _ in range(2):
+        assert same(answer(engine, PROMPT, PARAMS), expected)
+    assert engine.cache.stats().pins == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_run_on_what_goes_bad_keep_what_they_gave_and_go_on(tiny: Engine, overlap: bool) -> None:
+    """Two streams that share a prefix, one of which has not begun to answer, another request beside them."""
+    engine = engine_on(tiny, deterministic=True, overlap=overlap)
+    prompts = [PROMPT, PROMPT[: 5 * GRID] + ids(2 * GRID, seed=5), ids(3 * GRID, seed=6)]
+    expected = [cold(tiny, prompt, greedy(20)).token_ids for prompt in prompts]
+    answer(engine, PROMPT, greedy(1))
+    names = [engine.add_request(prompts[0], greedy(20))]
+    for _ in range(5):
+        engine.step()
+    names += [engine.add_request(prompt, greedy(20)) for prompt in prompts[1:]]
+    engine.step()
+    spoil_page(engine)
+    outputs = run_to_end(engine)
+    assert [outputs[name].token_ids for name in names] == expected
+    assert [outputs[name].finish_reason for name in names] == ["length"] * 3
+    assert_nothing_held(engine)
+    assert answer(engine, PROMPT, greedy(20)).token_ids == expected[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_several_answers_to_a_prompt_that_went_bad(tiny: Engine, deterministic: bool) -> None:
+    engine = engine_on(tiny, deterministic=deterministic)
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True, n=3, temperature=0.8, seed=4)
+    expected = [one.token_ids for one in answer(engine, PROMPT, params).completions]
+    spoil_page(engine)
+    found = answer(engine, PROMPT, params)
+    assert found.error is None and [len(one.token_ids) for one in found.completions] == [5, 5, 5]
+    if deterministic:
+        assert [one.token_ids for one in found.completions] == expected
+    assert_nothing_held(engine)
+
+
+def test_a_model_that_computes_nan_is_an_error_and_costs_nobody_a_hit(tiny: Engine) -> None:
+    engine = engine_on(tiny, deterministic=True)
+    answer(engine, PROMPT, PARAMS)
+    weight = next(parameter for name, parameter in engine.model.named_parameters() if name.endswith("norm.weight"))
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    failed = answer(engine, PROMPT, PARAMS)
+    assert failed.finish_reason == "error" and "NaN or infinity" in str(failed.error)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert engine.cache.stats().dropped_hits == 0
+    assert answer(engine, PROMPT, PARAMS).usage.cached_tokens == 6 * GRID
+    assert_nothing_held(engine)
