@@ -292,12 +292,13 @@ class CacheMemory:
 
     def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
         """Tell whether contents that are to be written hold no NaN and no infinity; those of a mover that cannot tell
-        are believed. Contents that are on their way to the host are waited for."""
+        are believed, and so are contents that are on their way to the host, which does not wait for them."""
         mover = self.mover
         if not isinstance(mover, ContentChecker):
             return True
-        wait = self.downloads.wait
-        return mover.are_finite(map(wait, pages), wait(checkpoint) if checkpoint is not None else None)
+        has_arrived = self.downloads.has_arrived
+        is_there = checkpoint is not None and has_arrived(checkpoint)
+        return mover.are_finite(filter(has_arrived, pages), checkpoint if is_there else None)
 
     @property
     def content_bytes(self) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.tier import Note, Offer, UnavailableError
 from support.disks import (
     LIMIT,
+    FaultyStore,
     contents_of,
     count_right,
     digest,
@@ -26,6 +27,7 @@ from support.disks import (
     origin,
     savings,
     tier_at,
+    works,
 )
 
 
@@ -176,6 +178,49 @@ def test_cleared_is_forgotten_here_and_on_disk(tmp_path: Path) -> None:
     tier.close()
     tier.clear()
     assert len(segments(tmp_path)) > 0, "a tier that was closed leaves the disk alone"
+
+
+def test_a_copy_that_goes_bad_while_it_waits_is_not_written(tmp_path: Path) -> None:
+    tier, bad = tier_at(tmp_path), bytearray(contents_of(1))
+    assert offer(tier, 0) and offer(tier, 3)
+    for number, contents in ((1, bad), (2, contents_of(2))):
+        above = iter([digest(one) for one in range(number + 1, 3)])
+        assert tier.offer(Offer(name_of(number), len(contents), lambda own=contents: own, path=above))
+    bad[5] ^= 1
+    assert tier.flush()
+    assert count_right(tier, range(4)) == 3 and name_of(1) not in tier
+    assert tier.counts.num_damaged == 1 and tier.violations() == []
+    works(tier)
+    assert count_right(tier_at(tmp_path), range(4)) == 3
+
+
+def test_a_copy_that_goes_bad_while_it_waits_is_not_restored(tmp_path: Path) -> None:
+    tier, bad = tier_at(tmp_path), bytearray(contents_of(1))
+    assert offer(tier, 0)
+    assert tier.offer(Offer(name_of(1), len(bad), lambda: bad, path=iter([digest(2)])))
+    bad[5] ^= 1
+    with pytest.raises(UnavailableError, match="is not what was copied, and is dropped"):
+        fetch(tier, 1)
+    assert tier.counts.num_damaged == 1 and name_of(1) not in tier and tier.violations() == []
+    works(tier)
+
+
+def test_what_is_dropped_is_gone_here_and_on_disk_also_while_it_is_written(tmp_path: Path) -> None:
+    store = FaultyStore()
+    tier = tier_at(tmp_path, open_store=store)
+    fill(tier, range(4))
+    tier.drop([name_of(0), name_of(2), name_of(77)])
+    for number in range(4, 12):
+        assert offer(tier, number)
+    tier.drop([name_of(8)])
+    assert tier.violations() == []
+    store.first["put_from"] = lambda: tier.drop([name_of(4)])
+    assert tier.flush()
+    gone = {0, 2, 4, 8}
+    assert {number for number in range(12) if name_of(number) not in tier} == gone
+    assert count_right(tier, range(12)) == 8
+    works(tier)
+    assert {number for number in range(12) if name_of(number) not in tier_at(tmp_path)} == gone
 
 
 def test_copies_of_another_model_are_a_miss_with_a_reason_and_go_first(tmp_path: Path) -> None:

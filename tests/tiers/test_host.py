@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import Name, Offer, chain
+from hybrid.tiers.tier import Name, Offer, UnavailableError, chain, checksum_of
 
 PAGE, STATE = 4, 10
 
@@ -315,3 +315,60 @@ def test_a_name_is_of_all_tokens_before_it() -> None:
 def test_namespaces_have_names_of_their_own() -> None:
     assert not set(chain(b"aabbcc", "a", 2)) & set(chain(b"aabbcc", "b", 2))
     assert chain(b"", "a", 2) == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1003])
+def test_a_checksum_changes_with_every_bit(size: int) -> None:
+    contents = bytearray(Random(size).randbytes(size))
+    expected = checksum_of(bytes(contents))
+    assert checksum_of(memoryview(contents)) == expected
+    for bit in range(8 * size):
+        contents[bit // 8] ^= 1 << bit % 8
+        assert checksum_of(contents) != expected
+        contents[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("name", ["page a", "page ab", "state ab"])
+def test_a_copy_that_went_bad_is_dropped_with_what_needs_it(name: str) -> None:
+    tier = HostTier(200)
+    states = {text: bytearray(STATE) for text in ("a", "ab", "ac")}
+    pages = {text: bytearray(PAGE) for text in ("a", "ab", "ac")}
+    for text, contents in states.items():
+        offer_state(tier, text, read=lambda contents=contents: contents)
+        for own in names(text):
+            offer_page(tier, own.decode(), read=lambda own=own: pages[own.decode()])
+    kind, text = name.split()
+    (states if kind == "state" else pages)[text][2] ^= 1
+    wanted = [page("a"), page("ab"), state("ab")]
+    with pytest.raises(UnavailableError, match="is not what was copied, and is dropped"):
+        tier.begin(wanted)
+    assert tier.num_damaged == 1
+    assert held(tier) == {"page a": set(), "page ab": {"a", "ac"}, "state ab": {"a", "ac"}}[name]
+    assert tier.violations() == []
+    with pytest.raises(UnavailableError, match="not there any more"):
+        tier.begin(wanted)
+
+
+def test_contents_that_are_on_their_way_are_summed_when_they_are_there() -> None:
+    arrived, contents = set[int](), {text: bytearray(PAGE) for text in "ab"}
+    tier = HostTier(200, has_arrived=lambda own: id(own) in arrived)
+    for text, own in contents.items():
+        offer_state(tier, text, read=lambda: bytearray(STATE))
+        offer_page(tier, text, read=lambda own=own: own)
+    contents["a"][0] = 1  # it comes
+    assert tier.begin([page("a")]).take() == [contents["a"]], "the device has it before the host could read it"
+    arrived.update(id(copy.contents) for copy in tier._arriving)
+    assert tier.begin([page("a")]).take() == [contents["a"]]
+    contents["a"][0] = 2
+    with pytest.raises(UnavailableError, match="is not what was copied"):
+        tier.begin([page("a")])
+    assert tier.begin([page("b")]).take() == [contents["b"]]
+
+
+def test_what_is_passed_on_keeps_the_checksum_that_it_came_with() -> None:
+    tier, contents = HostTier(STATE + 3 * PAGE, passes_on=True), bytearray(PAGE)
+    offer_state(tier, "a", 1.0)
+    offer_page(tier, "a", read=lambda: contents)
+    contents[0] ^= 8
+    tier.drop_all()
+    assert {one.name[0]: one.copy.is_intact for one in tier.take_dropped()} == {"checkpoint": True, "page": False}
