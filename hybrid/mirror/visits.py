@@ -111,13 +111,16 @@ class Visits:
             return StateOrigin(kind, 0, None)
         return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes)
 
-    def admit(self, key: Key, num_tokens: int, origin: StateOrigin, tails_help: bool) -> tuple[StateOrigin, bool]:
+    def admit(
+        self, key: Key, num_tokens: int, origin: StateOrigin, tails_help: bool, priority: int = 0
+    ) -> tuple[StateOrigin, bool]:
         """Tell whether a state is worth more than what would be evicted for it.
 
         Args:
             key: of its request, at least as far as the state.
             num_tokens: position of the state.
             tails_help: pages without a state can be evicted instead.
+            priority: of its request.
 
         Returns:
             The state, with a usage if it is not to be kept; and whether it is.
@@ -125,6 +128,8 @@ class Visits:
         tree = self._tree
         found = tree.peek(key, num_tokens)
         usage = origin.past or tree.new_usage(origin.kind, origin.turn, key.namespace)
+        if priority:
+            usage.raise_priority(priority)
         only_its_own = found.num_page_tokens < num_tokens
         if found.num_tokens < num_tokens and tree.admits(usage, num_tokens, found.num_tokens, only_its_own, tails_help):
             return origin, True

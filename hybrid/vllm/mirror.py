@@ -8,19 +8,23 @@ as if none of this had been there.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from hybrid.errors import ArgumentError
 from hybrid.key import TOKEN_BYTES, Key
+from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
+from hybrid.mirror.vllm_blocks import Holding, VllmBlocks
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices, ceil_div
 from hybrid.vllm.options import LEARNING, VllmOptions, policy_named
 from hybrid.vllm.queue import Block, FreeBlocks
+from hybrid.vllm.request_options import PLAIN, RequestOptions, options_of
+from hybrid.vllm.stats import Counts, MirrorStats
 
 WORDS = 4
 """Ids of the tree per block: vLLM's hash of a block covers all before it, and adapters, images and salts with it. 128
@@ -31,55 +35,40 @@ HASH_BYTES = WORDS * TOKEN_BYTES
 logger = logging.getLogger("vllm.hybrid")  # below vLLM's own, whose handler it has
 
 
+MAX_WARNINGS = 20
+"""Lines about options of requests that are wrong."""
+
+MAX_PINNED = 0.5
+"""The part of the blocks that pins may protect."""
+
+
 class Visit:
     """A request that vLLM has looked up, or has cached blocks of.
 
     Attributes:
+        options: its own.
         ids: the key's bytes, one hash for each full block so far.
         lock: on the pages that it uses; None: it uses none.
         num_pages: blocks of it that were inserted.
-        is_apart: its lock was given up, or it uses what the tree has let go of: nothing more of it is inserted.
+        found: tokens that vLLM has found of it; None: it was not looked up.
+        lru_found: tokens that vLLM's own order of eviction would have found.
+        is_first: it waits for room for the first time.
+        is_shadowed: it has begun under vLLM's own order of eviction.
+        shadow: what it would hold there; None: it has not begun, or had no room.
     """
 
-    __slots__ = ("ids", "is_apart", "lock", "num_pages")
+    __slots__ = ("found", "ids", "is_first", "is_shadowed", "lock", "lru_found", "num_pages", "options", "shadow")
 
-    def __init__(self) -> None:
+    def __init__(self, options: RequestOptions) -> None:
+        self.options = options
         self.ids: bytes = b""
         self.lock: Lock | None = None
         self.num_pages: int = 0
-        self.is_apart: bool = False
-
-
-class Counts:
-    """Counts what the mirror has seen and done.
-
-    Attributes:
-        lookups: requests that were looked up.
-        differing: those of which vLLM found another length than the tree.
-        prompt_tokens, hit_tokens: of these requests, and of these what vLLM found.
-        refused: states that were not kept, by kind.
-        evicted: states that were evicted, by kind.
-        evicted_pages: blocks of pages that were evicted.
-        set_apart: requests of which nothing more was inserted, for want of free blocks.
-    """
-
-    def __init__(self) -> None:
-        self.lookups: int = 0
-        self.differing: int = 0
-        self.prompt_tokens: int = 0
-        self.hit_tokens: int = 0
-        self.refused: Counter[str] = Counter()
-        self.evicted: Counter[str] = Counter()
-        self.evicted_pages: int = 0
-        self.set_apart: int = 0
-
-    def checkpoint(self, node: Any) -> None:
-        """Count a state that leaves the tree."""
-        self.evicted[node.usage.kind.value] += 1
-
-    def pages(self, node: Any, num_kept: int) -> None:
-        """Count pages that leave the tree."""
-        self.evicted_pages += node.num_pages - num_kept
+        self.found: int | None = None
+        self.lru_found: int = 0
+        self.is_first: bool = False
+        self.is_shadowed: bool = False
+        self.shadow: Holding | None = None
 
 
 class Mirror:
@@ -93,6 +82,7 @@ class Mirror:
 
     Attributes:
         tree: the tree. A block is one page of `WORDS` ids.
+        pins: states that are not evicted.
         counts: what was seen and done.
         failure: what has raised, and put vLLM's own order back; None: nothing has.
     """
@@ -140,6 +130,27 @@ class Mirror:
             pools=Pools(opaque=True, leaving=self.counts),
         )
         self.visits: Visits = Visits(self.tree, self._learns)
+        self.pins: NamedPins = NamedPins(self.tree)
+        self._shadow = VllmBlocks(
+            len(self._pages),
+            len(self._states),
+            self._pool.num_gpu_blocks - 1,
+            self._block_size,
+            retention=self._manager.coordinator.retention_interval,
+        )
+
+    def stats(self) -> MirrorStats:
+        """A snapshot of what was seen and done."""
+        counts = {**vars(self.counts), "refused": dict(self.counts.refused), "evicted": dict(self.counts.evicted)}
+        return MirrorStats(
+            policy=self._options.policy,
+            policy_failure=self.tree.policy_failure,
+            failure=repr(self.failure) if self.failure is not None else None,
+            states=self.tree.num_checkpoints,
+            pages=self.tree.num_pages,
+            pins=len(self.pins),
+            **counts,
+        )
 
     # Wrapping
 
@@ -187,7 +198,7 @@ class Mirror:
         allocated = theirs(request, *args, **kwargs)
         if self.failure is None:
             try:
-                self.allocated(visit, allocated is not None)
+                self.allocated(request, visit, allocated is not None)
             except Exception as error:
                 self._fail(error, [])
         return allocated
@@ -199,7 +210,7 @@ class Mirror:
         now = self._num_cached(rid)
         if (now[0] > num_pages or now[1] > num_states) and self.failure is None:
             try:
-                self.cached(request, num_states, *now)
+                self.cached(request, num_tokens, num_states, *now)
             except Exception as error:
                 self._fail(error, [])
 
@@ -213,7 +224,7 @@ class Mirror:
 
     def _free(self, theirs: Callable[..., Any], request: Any) -> Any:
         try:
-            self.left(request.request_id, request.is_finished())
+            self.left(request)
         except Exception as error:
             self._fail(error, [])
         return theirs(request)
@@ -247,12 +258,12 @@ class Mirror:
         visit, is_new = self._visit(request), request.request_id not in self.visits
         size = self._block_size
         found, known = self.visits.match(request.request_id, Key(visit.ids), self._limit(request))
+        visit.found = num_tokens
         if is_new:
-            counts = self.counts
-            counts.lookups += 1
-            counts.prompt_tokens += request.num_tokens
-            counts.hit_tokens += num_tokens
-            counts.differing += found.num_tokens // WORDS * size != num_tokens
+            visit.is_first = True
+            self.counts.lookups += 1
+            self.counts.differing += found.num_tokens // WORDS * size != num_tokens
+            self.pins.expire()
         if self._options.ghost_branches:
             return max(boundary, known // WORDS * size if known > found.num_tokens else 0)
         return int(boundary)
@@ -265,20 +276,41 @@ class Mirror:
         if found.checkpoint is not None:
             self._source = self.tree.lock_state(found.checkpoint)
 
-    def allocated(self, visit: Visit, has_room: bool) -> None:
+    def allocated(self, request: Any, visit: Visit, has_room: bool) -> None:
         """A request has got room, and a copy of the state that it has found; or there was none."""
         source, self._source = self._source, None
         if source is not None:
             self.tree.unlock(source)
         if not has_room:
             self._unlock(visit)
+            return
+        self._begin_shadow(request, visit)
+        if visit.is_first and visit.found is not None:
+            visit.is_first = False
+            self.counts.prompt_tokens += request.num_tokens
+            self.counts.hit_tokens += visit.found
+            self.counts.lru_hit_tokens += visit.lru_found
 
-    def cached(self, request: Any, first_state: int, num_pages: int, num_states: int) -> None:
+    def _begin_shadow(self, request: Any, visit: Visit) -> None:
+        """Begin a request under vLLM's own order of eviction, if it has not begun."""
+        if not visit.is_shadowed:
+            visit.is_shadowed = True
+            looks = visit.found is not None
+            visit.shadow = self._shadow.begin(request.block_hashes, request.num_tokens, looks)
+            visit.lru_found = visit.shadow.hit * self._block_size if visit.shadow is not None else 0
+
+    def cached(self, request: Any, num_tokens: int, first_state: int, num_pages: int, num_states: int) -> None:
         """Blocks of a request have got a hash: its pages up to `num_pages`, its states from `first_state` on.
 
         What is kept of them enters the tree.
+
+        Args:
+            num_tokens: how far the request is computed.
         """
         visit, rid = self._visit(request), request.request_id
+        self._begin_shadow(request, visit)
+        if visit.shadow is not None and not self._shadow.advance(visit.shadow, request.block_hashes, num_tokens):
+            self._end_shadow(visit)
         key = Key(visit.ids)
         blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
         if any(block.block_hash is None for block in chain.from_iterable(blocks)):
@@ -291,7 +323,9 @@ class Mirror:
             slot = tuple(table[place] for table in tables)
             if all(not block.is_null and block.block_hash is not None for block in slot):
                 origin = self.visits.describe(rid, (place + 1) * WORDS, self._kind(request, place + 1))
-                node = self._insert_state(key, blocks[: place + 1], slot, origin, below)
+                node = self._insert_state(key, blocks[: place + 1], slot, origin, below, visit.options)
+                if visit.options.pin and node.slot is not None:
+                    self._pin(rid, visit.options, node)
         end = num_pages * WORDS
         if node is None or node.end < end:
             node = self._insert(key, blocks, None, below, None)
@@ -300,15 +334,22 @@ class Mirror:
         visit.lock, visit.num_pages = lock, num_pages
 
     def _insert_state(
-        self, key: Key, blocks: list[Any], slot: tuple[Block, ...], origin: StateOrigin, below: Node | None
+        self,
+        key: Key,
+        blocks: list[Any],
+        slot: tuple[Block, ...],
+        origin: StateOrigin,
+        below: Node | None,
+        options: RequestOptions,
     ) -> Node:
         """Enter pages and the state after them, if it is worth more than what would be evicted for it."""
         end = len(blocks) * WORDS
         is_admitted = True
-        if self._learns and self._options.admission and not self._queue.has_spare:
-            origin, is_admitted = self.visits.admit(key, end, origin, tails_help=True)
+        if self._learns and self._options.admission and not self._queue.has_spare and not options.pin:
+            origin, is_admitted = self.visits.admit(key, end, origin, tails_help=True, priority=options.priority)
         if is_admitted:
-            checkpoint = Checkpoint(slot, end, origin.kind, 0, origin.turn, origin.kind is Kind.INTERVAL)
+            is_spare = origin.kind is Kind.INTERVAL and not options.pin
+            checkpoint = Checkpoint(slot, end, origin.kind, options.priority, origin.turn, is_spare)
             return self._insert(key, blocks, checkpoint, below, origin)
         self.counts.refused[origin.kind.value] += 1
         for block in slot:
@@ -326,13 +367,32 @@ class Mirror:
             self._owned.update(block.block_id for block in checkpoint.slot)
         return inserted.node
 
-    def left(self, rid: str, is_finished: bool) -> None:
+    def _pin(self, rid: str, options: RequestOptions, node: Node) -> None:
+        """Pin a state, as far as not too much is pinned."""
+        locks = self.tree.locks
+        pinned = locks.num_pinned_pages * len(self._pages) + locks.num_pinned_checkpoints * len(self._states)
+        if pinned + node.end // WORDS * len(self._pages) > MAX_PINNED * self._pool.num_gpu_blocks:
+            self.counts.ended_pins += 1
+            self.pins.remove_next_to_expire()
+        self.pins.put(options.key or rid, node, options.pin or 0.0)
+
+    def left(self, request: Any) -> None:
         """A request gives its blocks back: it has ended, or waits again."""
-        visit = self._requests.pop(rid, None)
+        visit = self._requests.pop(request.request_id, None)
         if visit is not None:
             self._unlock(visit)
-        if is_finished:
-            self.visits.leave(rid)
+            if visit.shadow is not None:
+                self._shadow.advance(
+                    visit.shadow, request.block_hashes, min(request.num_computed_tokens, request.num_tokens - 1)
+                )
+                self._end_shadow(visit)
+        if request.is_finished():
+            self.visits.leave(request.request_id)
+
+    def _end_shadow(self, visit: Visit) -> None:
+        if visit.shadow is not None:
+            self._shadow.end(visit.shadow)
+            visit.shadow = None
 
     def evict(self, num_blocks: int) -> bool:
         """Let go of what is worth least: a state, or up to n blocks of pages that no state needs.
@@ -344,6 +404,9 @@ class Mirror:
         released = self.tree.evict_one(num_pages)
         if not released.pages and not released.slots:
             self._give_up()
+            released = self.tree.evict_one(num_pages)
+        while not released.pages and not released.slots and self.pins.remove_next_to_expire():
+            self.counts.ended_pins += 1
             released = self.tree.evict_one(num_pages)
         pages = (page for part in released.pages.parts for page in part)
         gone = [*chain.from_iterable(chain(pages, released.slots))]
@@ -369,7 +432,6 @@ class Mirror:
 
     def _set_apart(self, visit: Visit) -> None:
         self._unlock(visit)
-        visit.is_apart = True
         self.counts.set_apart += 1
 
     def _kind(self, request: Any, num_blocks: int) -> Kind:
@@ -384,11 +446,24 @@ class Mirror:
     def _visit(self, request: Any) -> Visit:
         visit = self._requests.get(request.request_id)
         if visit is None:
-            visit = self._requests[request.request_id] = Visit()
+            visit = self._requests[request.request_id] = Visit(self._options_of(request))
         hashes = request.block_hashes
         if len(hashes) * HASH_BYTES > len(visit.ids):
             visit.ids += b"".join(one[:HASH_BYTES] for one in hashes[len(visit.ids) // HASH_BYTES :])
         return visit
+
+    def _options_of(self, request: Any) -> RequestOptions:
+        """The options of a request that has come. Without effect where they are wrong: the request is served."""
+        try:
+            options = options_of(request)
+        except ArgumentError as error:
+            self.counts.bad_options += 1
+            if self.counts.bad_options <= MAX_WARNINGS:
+                logger.warning("hybrid: request %s is served without its options: %s", request.request_id, error)
+            return PLAIN
+        if options.pin == 0:
+            self.pins.remove(options.key or request.request_id)
+        return options
 
     def _limit(self, request: Any) -> int:
         """How far a request may be found: vLLM computes the last token of each again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.envs import VLLM_LOG_STATS_INTERVAL
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
@@ -11,6 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Mamb
 from hybrid.vllm.installed import refuse_unknown_version
 from hybrid.vllm.mirror import Mirror, logger
 from hybrid.vllm.options import VllmOptions, refuse_unsupported
+from hybrid.vllm.report import Report
 
 
 class Scheduler(AsyncScheduler):
@@ -30,6 +32,21 @@ class Scheduler(AsyncScheduler):
         refuse_unknown_version()
         super().__init__(*args, **kwargs)
         self.mirror: Mirror | None = mirror_of(self.kv_cache_manager, self.vllm_config)
+        self._report: Report | None = None
+        if self.mirror is not None and self.log_stats:
+            model = self.vllm_config.model_config.served_model_name
+            engine = self.vllm_config.parallel_config.data_parallel_index
+            self._report = Report(self.mirror.stats, logger.info, str(model), engine, VLLM_LOG_STATS_INTERVAL)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Show what the mirror has done, when vLLM shows what it has done itself."""
+        if self._report is not None:
+            try:
+                self._report.tick(is_idle=not self.running)
+            except Exception as error:
+                self._report = None
+                logger.warning("hybrid: its metrics and lines of log end here; all else continues", exc_info=error)
+        return super().make_stats(*args, **kwargs)
 
 
 def mirror_of(manager: Any, config: Any) -> Mirror | None:

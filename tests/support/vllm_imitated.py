@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -126,7 +127,7 @@ class Group:
 
 class Coordinator:
     def __init__(self, groups: list[Group]) -> None:
-        self.single_type_managers = groups
+        self.single_type_managers, self.retention_interval = groups, 0
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         for group in self.single_type_managers:
@@ -142,6 +143,8 @@ class Request:
     salt: str = ""
     shared_prefix_boundary: int = 0
     finished: bool = False
+    sampling_params: Any = None
+    num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -223,6 +226,7 @@ class Manager:
                         table[place] = self.block_pool.null_block
                 self.block_pool.free_blocks(old)
         self.coordinator.cache_blocks(request, end)
+        request.num_computed_tokens = end
         return True
 
     def pop_blocks_for_free(self, request: Request) -> list[Block]:
@@ -257,9 +261,10 @@ class Service:
     def __init__(self, manager: Manager, chunk: int = 24) -> None:
         self.manager, self.chunk, self.count = manager, chunk, 0
 
-    def request(self, prompt: Sequence[int], salt: str = "") -> Request:
+    def request(self, prompt: Sequence[int], salt: str = "", **options: Any) -> Request:
         self.count += 1
-        return Request(str(self.count), [*prompt], len(prompt), self.manager.block_size, salt)
+        params = SimpleNamespace(extra_args=options)
+        return Request(str(self.count), [*prompt], len(prompt), self.manager.block_size, salt, sampling_params=params)
 
     def start(self, request: Request) -> int | None:
         """Prefill. Returns the hit; None: there is no room, and the request has no blocks."""
@@ -288,8 +293,8 @@ class Service:
         request.finished = True
         self.manager.free(request)
 
-    def serve(self, prompt: Sequence[int], answer: Sequence[int] = (), salt: str = "") -> int | None:
-        request = self.request(prompt, salt)
+    def serve(self, prompt: Sequence[int], answer: Sequence[int] = (), salt: str = "", **options: Any) -> int | None:
+        request = self.request(prompt, salt, **options)
         hit = self.start(request)
         if hit is not None:
             self.answer(request, answer)

@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.vllm_needed import require_vllm
 
 require_vllm()
 
+from prometheus_client import REGISTRY  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
@@ -20,6 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager  # noqa: E402
 import hybrid.vllm  # noqa: E402
 from hybrid.errors import UnsupportedModelError  # noqa: E402
 from hybrid.vllm.queue import FreeBlocks  # noqa: E402
+from hybrid.vllm.report import Report  # noqa: E402
 from hybrid.vllm.scheduler import mirror_of  # noqa: E402
 from support.vllm_served import BLOCK, Served, configuration  # noqa: E402
 
@@ -64,6 +67,8 @@ def test_lru_hits_what_vllm_hits_and_every_lookup_is_what_the_tree_says() -> Non
             sound(served)
             assert served.mirror.counts.differing == served.mirror.counts.set_apart == 0
             assert served.mirror.counts.hit_tokens == served.hit_tokens
+            shown = served.mirror.stats()
+            assert abs(shown.lru_percent - hits[0]) < 0.2
     plain, lru, _ = hits
     assert plain > 15
     assert -0.7 <= lru - plain <= 3  # with it the ends of answers are kept too
@@ -116,6 +121,34 @@ def test_an_error_leaves_vllm_with_its_own_queue(caplog: pytest.LogCaptureFixtur
     before = served.hit_tokens
     served.serve(given[30:], 4)
     assert served.hit_tokens > before
+
+
+def test_statistics_are_shown_in_the_log_and_as_metrics() -> None:
+    served, lines = Served(60 * BLOCK_BYTES, {}), list[str]()
+    mirror = served.mirror
+    assert mirror is not None
+    report = Report(mirror.stats, lambda text, *given: lines.append(text % given), "served", 3, 0.0)
+    for one in conversations(6, 80):
+        served.serve([one])
+        report.tick(is_idle=True)
+    shown = mirror.stats()
+
+    def value(name: str, **more: str) -> float | None:
+        return REGISTRY.get_sample_value(name, {"model_name": "served", "engine": "3", **more})
+
+    assert value("hybrid_hit_tokens_total") == shown.hit_tokens > 0
+    assert value("hybrid_lru_hit_tokens_total") == shown.lru_hit_tokens
+    assert value("hybrid_states") == shown.states
+    assert value("hybrid_failed") == value("hybrid_dismissed") == 0
+    for kind, number in shown.evicted.items():
+        assert value("hybrid_evicted_states_total", kind=kind) == number
+    assert len(lines) == 80
+    assert f"{shown.lookups} requests" in lines[-1]
+    assert re.search(r"hybrid: [\d.]+ % of prompts hit, [+-][\d.]+ points over vLLM's LRU \([\d.]+ %\)", lines[-1])
+    mirror.failure = ZeroDivisionError("planted")
+    report.tick(is_idle=True)
+    assert value("hybrid_failed") == 1
+    assert "off since ZeroDivisionError('planted')" in mirror.stats().line()
 
 
 def test_the_scheduler_is_vllms_and_refuses_what_it_cannot() -> None:

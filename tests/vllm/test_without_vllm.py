@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import pytest
 
 from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
 from hybrid.tree.node import Kind
-from hybrid.vllm import installed, mirror, plugin
+from hybrid.vllm import installed, mirror, plugin, stats
 from hybrid.vllm.mirror import Mirror
 from hybrid.vllm.options import VllmOptions, refuse_unsupported
 from hybrid.vllm.queue import FreeBlocks
@@ -177,6 +178,104 @@ def test_a_reset_that_vllm_refuses_changes_nothing() -> None:
     check(manager, beside)
 
 
+# Pins and priorities
+
+
+def flooded(**options: Any) -> tuple[Service, Mirror, list[int | None]]:
+    """Serve a prompt, then many others, then the prompt again, three times over. Returns what was hit."""
+    manager, beside = mirrored(48)
+    service, hits = Service(manager), []
+    for flood in range(3):
+        hits.append(service.serve([*range(13)], **options))
+        for number in range(12):
+            service.serve([100 + 400 * flood + 20 * number + at for at in range(20)])
+    check(manager, beside)
+    return service, beside, hits
+
+
+def test_a_pin_outlasts_what_would_evict_it_and_ends_by_its_key() -> None:
+    assert flooded()[2][1] == 0
+    service, beside, hits = flooded(hybrid_pin=600, hybrid_key="chat")
+    assert hits[1:] == [12, 12]
+    assert beside.stats().pins == 1
+    service.serve([*range(500, 510)], hybrid_pin=0, hybrid_key="chat")
+    assert beside.stats().pins == 0
+
+
+def test_a_pin_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, beside = mirrored(48)
+    service, now = Service(manager), [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    service.serve([*range(13)], hybrid_pin=30)
+    service.serve([*range(40, 53)], hybrid_pin=90)
+    assert len(beside.pins) == 2
+    now[0] = 31.0
+    service.serve([*range(20, 30)])
+    assert len(beside.pins) == 1
+    assert beside.tree.locks.num_pinned_checkpoints == 1
+
+
+def test_pins_give_way_before_a_request_has_no_room() -> None:
+    manager, beside = mirrored(24)
+    service = Service(manager)
+    for number in range(4):
+        service.serve([50 * number + at for at in range(9)], hybrid_pin=600)
+    assert service.serve([1000 + at for at in range(60)]) == 0
+    check(manager, beside)
+    assert beside.stats().pins < 4
+    assert beside.stats().ended_pins > 0
+
+
+def test_states_of_a_high_priority_stay_longer() -> None:
+    kept = []
+    for priority in (0, 8):
+        manager, beside = mirrored(64)
+        service = Service(manager)
+        for round in range(6):
+            service.serve([*range(13)], hybrid_priority=priority)
+            for number in range(14):
+                service.serve([100 + 400 * round + 20 * number + at for at in range(20)])
+        kept.append(beside.stats().hit_tokens)
+    assert kept[1] > kept[0]
+
+
+def test_wrong_options_of_a_request_are_warned_of_and_it_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    manager, beside = mirrored(48)
+    service = Service(manager)
+    for options, said in (
+        ({"hybrid_pin": -1}, "hybrid_pin must be seconds from 0 to 604800, got -1"),
+        ({"hybrid_pin": True}, "hybrid_pin must be seconds"),
+        ({"hybrid_key": 3, "hybrid_pin": 5}, "hybrid_key must be a text, got 3"),
+        ({"hybrid_priority": 99}, "hybrid_priority must be 0 to 16, got 99"),
+        ({"hybrid_pim": 5}, "hybrid_pim.*not known; known are hybrid_pin, hybrid_key, hybrid_priority"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="vllm.hybrid"):
+            assert service.serve([*range(13)], **options) is not None
+        assert re.search(said, caplog.text)
+    assert beside.stats().bad_options == 5
+    assert beside.stats().pins == 0
+    service.serve([*range(13)], kv_transfer_params={})
+    assert beside.stats().bad_options == 5
+
+
+# What is shown
+
+
+def test_the_shadow_hits_what_vllms_own_queue_hits() -> None:
+    hits = []
+    for mirrored_too in (False, True):
+        manager = Manager(60)
+        beside = Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions()) if mirrored_too else None
+        service = Service(manager)
+        hits.append(sum(service.serve(prompt) or 0 for prompt in prompts(2, 500)))
+    assert beside is not None
+    shown = beside.stats()
+    assert abs(shown.lru_hit_tokens / hits[0] - 1) < 0.03
+    assert shown.hit_tokens == hits[1]
+    assert shown.gained_points == pytest.approx(100 * (hits[1] - shown.lru_hit_tokens) / shown.prompt_tokens)
+
+
 # Failing open
 
 
@@ -190,7 +289,7 @@ class Raises:
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
-        if code.co_filename != mirror.__file__ or code.co_name not in GUARDED:
+        if code.co_filename not in (mirror.__file__, stats.__file__) or code.co_name not in GUARDED:
             return None
         if event == "line":
             line = code.co_name, frame.f_lineno
@@ -204,7 +303,7 @@ class Raises:
 
 GUARDED = {
     "looked_up", "protect", "cached", "_insert_state", "_insert", "left", "evict", "_kind", "_visit", "_limit",
-    "_unlock", "_renew", "checkpoint", "pages", "allocated",
+    "_unlock", "_renew", "checkpoint", "pages", "allocated", "_pin", "_options_of", "_begin_shadow", "_end_shadow",
 }  # fmt: skip
 """All of the mirror that this work comes to, but what calls vLLM's own methods and catches what these raise."""
 
@@ -223,7 +322,8 @@ def some_work(line: tuple[str, int] | None, policy: str = "lhd") -> tuple[Raises
                     service.end(running)
                     running = None
                 assert manager.reset_prefix_cache()
-            request = service.request(prompt)
+            options = {0: {"hybrid_pin": 60}, 1: {"hybrid_pin": -1}, 2: {"hybrid_pin": 0}}
+            request = service.request(prompt, **options.get(number % 5, {}))
             if service.start(request) is not None:
                 service.answer(request, [1, 2, 3, 4, 5])
             if running is not None:
