@@ -54,7 +54,7 @@ class VllmBlocks:
         num_blocks: of the pool, without the one that stands for "no block".
         block_size: tokens of a block.
         retention: where states are kept. None: at every end of a step; 0: at the prompt's last block and where prompts
-            part; otherwise at multiples of so many tokens too.
+            part; otherwise also at multiples of n tokens.
         max_batched_tokens: tokens of a step.
     """
 

@@ -208,9 +208,14 @@ class Mirror:
         num_pages, num_states = self._num_cached(rid)
         theirs(request, num_tokens)
         now = self._num_cached(rid)
-        if (now[0] > num_pages or now[1] > num_states) and self.failure is None:
+        is_new = now[0] > num_pages or now[1] > num_states
+        # The steps in which vLLM takes blocks or lets go of some: at the prompt's end, at a block's, and after these.
+        past = num_tokens - request.num_prompt_tokens
+        if (is_new or 0 <= past <= 1 or num_tokens % self._block_size == 1) and self.failure is None:
             try:
-                self.cached(request, num_tokens, num_states, *now)
+                self.computed(request, num_tokens)
+                if is_new:
+                    self.cached(request, num_states, *now)
             except Exception as error:
                 self._fail(error, [])
 
@@ -299,18 +304,19 @@ class Mirror:
             visit.shadow = self._shadow.begin(request.block_hashes, request.num_tokens, looks)
             visit.lru_found = visit.shadow.hit * self._block_size if visit.shadow is not None else 0
 
-    def cached(self, request: Any, num_tokens: int, first_state: int, num_pages: int, num_states: int) -> None:
-        """Blocks of a request have got a hash: its pages up to `num_pages`, its states from `first_state` on.
-
-        What is kept of them enters the tree.
-
-        Args:
-            num_tokens: how far the request is computed.
-        """
-        visit, rid = self._visit(request), request.request_id
+    def computed(self, request: Any, num_tokens: int) -> None:
+        """A request is computed up to a token: so it is under vLLM's own order of eviction, if there is room."""
+        visit = self._visit(request)
         self._begin_shadow(request, visit)
         if visit.shadow is not None and not self._shadow.advance(visit.shadow, request.block_hashes, num_tokens):
             self._end_shadow(visit)
+
+    def cached(self, request: Any, first_state: int, num_pages: int, num_states: int) -> None:
+        """Blocks of a request have got a hash: its pages up to `num_pages`, its states from `first_state` on.
+
+        What is kept of them enters the tree.
+        """
+        visit, rid = self._visit(request), request.request_id
         key = Key(visit.ids)
         blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
         if any(block.block_hash is None for block in chain.from_iterable(blocks)):

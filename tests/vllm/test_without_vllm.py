@@ -304,6 +304,7 @@ class Raises:
 GUARDED = {
     "looked_up", "protect", "cached", "_insert_state", "_insert", "left", "evict", "_kind", "_visit", "_limit",
     "_unlock", "_renew", "checkpoint", "pages", "allocated", "_pin", "_options_of", "_begin_shadow", "_end_shadow",
+    "computed",
 }  # fmt: skip
 """All of the mirror that this work comes to, but what calls vLLM's own methods and catches what these raise."""
 
