@@ -168,9 +168,10 @@ def in_process(model: Path, side: str, blocks: int) -> dict[str, Any]:
         generate("one by one", [ids], [short])
     given = prompts(6, 150)
     generate("at once", given, [SamplingParams(max_tokens=ANSWER, **greedy)] * len(given))
-    given = prompts(7, 12)
-    several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER}
-    generate("n", given, [SamplingParams(**several)] * len(given))
+    if not is_tiny:  # in bfloat16 two tokens may be the most likely ones, and then either is drawn
+        given = prompts(7, 12)
+        several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER}
+        generate("n", given, [SamplingParams(**several)] * len(given))
     engine, draw, done = llm.llm_engine, random.Random(8), {}
     given = prompts(9, 60)
     for place, ids in enumerate(given):
