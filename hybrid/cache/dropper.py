@@ -46,7 +46,7 @@ class Dropper:
         pages = self._tree.pages(found.deepest, found.num_page_tokens)
         for at, page in enumerate(pages):
             if not self._memory.are_finite([reader.read_page(page)], None):
-                self.drop(key, num_tokens, at * self._tree.page_size)
+                self.drop(key, num_tokens, key.whole(at * self._tree.page_size, self._tree.page_size))
                 return True
         node = found.checkpoint
         if node is None or self._memory.are_finite([], reader.read_checkpoint(node.slot)):
@@ -58,8 +58,8 @@ class Dropper:
         return True
 
     def drop(self, key: Key, num_tokens: int, num_kept: int = 0) -> None:
-        """Drop the pages and checkpoints of a key up to `num_tokens`, but for those of its first `num_kept` tokens, and
-        whatever continues from them."""
+        """Drop the pages and checkpoints of a key up to `num_tokens`, but for those of its first `num_kept` tokens
+        (whole units of it), and whatever continues from them."""
         nodes = self._tree.nodes_beyond(key, num_tokens, num_kept)
         self._unpin(nodes)
         with self._without_copies():

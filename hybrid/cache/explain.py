@@ -7,6 +7,9 @@ from hybrid.tiers.tier import Restored
 from hybrid.tree.node import Match
 from hybrid.tree.tree import Tree
 
+LEFT_OUT = "what was cached gave NaN or infinity, and is left out"
+"""Why a request that is computed once more, without the cache, has no hit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
+from hybrid.cache.explain import LEFT_OUT
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
@@ -173,10 +174,6 @@ class RestoringRequests:
 
 MAX_LOGIT_ROWS = 128
 """Tokens of a prompt part whose log-probabilities are wanted, at most, unless a chunk is larger."""
-
-
-LEFT_OUT = "what was cached gave NaN or infinity, and is left out"
-"""Why a request that starts cold has no hit."""
 
 
 class Scheduler:

@@ -18,7 +18,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import Explanation
+from hybrid.cache.explain import LEFT_OUT, Explanation
 from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError, NonFiniteError, RequestError
 from hybrid.hf.installed import cache_name
@@ -54,6 +54,7 @@ class Prefill:
         media: its images; None: it has none.
         max_rest: where a part of it is cached and no more than this many tokens are not, only that part is restored.
         is_replay: it was computed before, and is computed again to be committed or restored; otherwise it is a prompt.
+        is_cold: nothing of it is taken from the cache, nor given to it: what was taken gave NaN or infinity.
     """
 
     ids: Sequence[int]
@@ -63,6 +64,7 @@ class Prefill:
     media: Media | None = None
     max_rest: int = 0
     is_replay: bool = False
+    is_cold: bool = False
 
     def is_left_after(self, num_hit_tokens: int) -> bool:
         """Tell whether only this hit is to be restored."""
@@ -82,6 +84,29 @@ class ComputedPrefix(NamedTuple):
     layers: list[Any]
     num_tokens: int
     explanation: Explanation
+
+
+class Hits:
+    """Hits from which a pass gave NaN or infinity. What holds such is dropped at once.
+
+    Args:
+        prefiller: of the cache.
+        hits: key, and the number of tokens that were cached of it.
+
+    Attributes:
+        num_tokens: of all of them.
+    """
+
+    def __init__(self, prefiller: Prefiller, hits: Sequence[tuple[Key, int]]) -> None:
+        self.num_tokens: int = sum(num_tokens for _, num_tokens in hits)
+        self._prefiller = prefiller
+        damaged = [prefiller.drop_damaged(key, num_tokens) for key, num_tokens in hits]
+        self._sound = [] if any(damaged) else hits
+
+    def drop(self) -> None:
+        """Computing without them gave neither: where all of it looks sound, all of it is dropped."""
+        for key, num_tokens in self._sound:
+            self._prefiller.drop(key, num_tokens)
 
 
 class Prefiller:
@@ -110,6 +135,7 @@ class Prefiller:
         self._lock = lock
         self._turn_ends = turn_ends
         self._is_in_segments = cache.config.deterministic is True
+        self._num_resumed = 0  # tokens that the latest prefill has restored
         self._max_pass_tokens = self._layout.max_pass_tokens(cache.config.grid)
 
     @property
@@ -136,7 +162,8 @@ class Prefiller:
 
     @torch.no_grad()
     def prefill(self, work: Prefill) -> ComputedPrefix:
-        """Compute a sequence in passes, and commit those up to its limit.
+        """Compute a sequence in passes, and commit those up to its limit. Where a pass after a hit gives NaN or
+        infinity, it is computed once more, without the hit, which is dropped if it was the reason.
 
         If no memory can be allocated for a pass, that one and those after it are computed but not committed.
 
@@ -145,16 +172,44 @@ class Prefiller:
         """
         with self._lock:
             self._cache.adopt()
-            past = self._model.empty_cache()
-            position, explanation = self._prefill_committed(past, work)
-            if not work.is_replay:
-                self._cache.record(explanation)
-            while position < work.end and not work.is_left_after(explanation.usable_hit):
-                start, position = position, work.end
-                if not self._is_in_segments:
-                    position = min(position, (start + self._max_pass_tokens) // self.grid * self.grid)
-                self._forward(work, position, past, start)
-            return ComputedPrefix(past.layers, position, explanation)
+            try:
+                done = self._prefill(work)
+            except NonFiniteError:
+                hits = self._hit_of(work)
+                if not hits.num_tokens:
+                    raise
+                done = self._prefill(replace(work, is_cold=True))
+                hits.drop()
+            if not work.is_replay and not work.is_cold:
+                self._cache.record(done.explanation)
+            return done
+
+    def _hit_of(self, work: Prefill) -> Hits:
+        """The hit of the latest prefill, which has failed."""
+        return Hits(self, [(work.key, self._num_resumed)] if self._num_resumed else [])
+
+    @torch.no_grad()
+    def _prefill(self, work: Prefill) -> ComputedPrefix:
+        past, self._num_resumed = self._model.empty_cache(), 0
+        position, explanation = (self._prefill_cold if work.is_cold else self._prefill_committed)(past, work)
+        while position < work.end and not work.is_left_after(explanation.usable_hit):
+            start, position = position, work.end
+            if not self._is_in_segments:
+                position = min(position, (start + self._max_pass_tokens) // self.grid * self.grid)
+            self._forward(work, position, past, start)
+        return ComputedPrefix(past.layers, position, explanation)
+
+    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
+        """See `HybridCache.drop_damaged`."""
+        with self._lock:
+            self._cache.adopt()
+            return self._cache.drop_damaged(key, num_tokens)
+
+    def drop(self, key: Key, num_tokens: int) -> None:
+        """See `HybridCache.drop`."""
+        with self._lock:
+            self._cache.adopt()
+            self._cache.drop(key, num_tokens)
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
@@ -229,7 +284,12 @@ class Prefiller:
         with self._lock:
             self._cache.adopt()
             if end and self._cache.tree.peek(key, end).num_tokens < end:
-                self.prefill(Prefill(token_ids[:end], end, key, end, keys.media[row], is_replay=True))
+                work = Prefill(token_ids[:end], end, key, end, keys.media[row], is_replay=True)
+                try:
+                    self._prefill(work)
+                except NonFiniteError:
+                    self._hit_of(work)
+                    raise
 
     def keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Commit a turn, unless its prompt could not be committed: all of it would be computed again for nothing.
@@ -310,6 +370,7 @@ class Prefiller:
         cache, key, page_size = self._cache, work.key, self._cache.config.page_size
         with cache.bookkeeping():
             position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
+            self._num_resumed = position
             if work.is_left_after(position):
                 last = position
             wanted = self._checkpoints(lease, work, last)
@@ -331,6 +392,14 @@ class Prefiller:
                     if lease.captured or (position == last and lease.num_shared < last // page_size):
                         cache.commit(lease, key, position)
         return position
+
+    def _prefill_cold(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
+        """Compute everything up to the limit, in the passes of `_prefill_committed`."""
+        position, last = 0, work.key.whole(min(work.end, work.limit), self.grid)
+        for end in self._cuts(work.key, 0, last, {}):
+            start, position = position, end
+            self._forward(work, position, past, start)
+        return position, Explanation(len(work.ids), 0, 0, LEFT_OUT)
 
     def _cuts(self, key: Key, start: int, last: int, wanted: dict[int, Kind]) -> list[int]:
         """The ends of the passes over the tokens `[start, last)`."""
@@ -431,16 +500,19 @@ class PastFactory:
         self._prefiller = prefiller
         self._config = config
 
-    def make(self, prompts: Prompts, keys: KeySpace, max_new_tokens: int | None = None) -> Past:
+    def make(
+        self, prompts: Prompts, keys: KeySpace, max_new_tokens: int | None = None, *, is_cold: bool = False
+    ) -> Past:
         """A past after the prompts: of a single one up to its last boundary or the hit, of several up to their last
         tokens.
 
         Args:
             max_new_tokens: tokens of the answer, at most; None: not known.
+            is_cold: without the cache.
         """
         is_alone = len(prompts.rows) == 1 and not prompts.is_padded
         works = [self._alone(prompts.rows[0], keys, max_new_tokens)] if is_alone else self._batch(prompts, keys)
-        done = [self._prefiller.prefill(work) for work in works]
+        done = [self._prefiller.prefill(replace(work, is_cold=is_cold)) for work in works]
         layers = done[0].layers if is_alone else self._prefiller.stack([one.layers for one in done], prompts.width - 1)
         rows = [row[: one.num_tokens] for row, one in zip(prompts.rows, done, strict=True)]
         origins = [

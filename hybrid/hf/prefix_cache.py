@@ -41,8 +41,9 @@ from hybrid.hf.layers import Layout, PageMemory
 from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, device_named, ids_of, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel, layout_of_model, probe
-from hybrid.hf.past import Past, following
-from hybrid.hf.prefill import PastFactory, Prefiller
+from hybrid.hf.past import Past, PastOrigin, following
+from hybrid.hf.prefill import Hits, PastFactory, Prefiller
+from hybrid.hf.second_run import SecondRun
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.key import Key, check_namespace
 from hybrid.memory.device import free_memory
@@ -206,7 +207,8 @@ class PrefixCache:
             ArgumentError: an option cannot work with a prefix cache; the message says why.
             PromptError: there is no prompt, it is padded on the right, or it is longer than the original context of a
                 model whose rotary frequencies change there.
-            NonFiniteError: the model computed NaN or infinity; nothing of that pass is cached.
+            NonFiniteError: the model computed NaN or infinity, also without what was cached; nothing of that pass is
+                cached. After a hit the call is run once more without it first.
         """
         start = time.monotonic()
         if generation_config is not None:
@@ -226,25 +228,41 @@ class PrefixCache:
         """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
             keys, past = self._keys(call.prompts, call.images, namespace), call.past
-            if past is None:
-                past = self._past_factory.make(call.prompts, keys, call.max_new_tokens)
-            else:
+            if past is not None:
                 self._past_factory.resume(past, call.prompts, keys)
-            self.explanations = past.explanations
-            num_committed = [origin.num_committed for origin in past.origins]
+                return self._answer(call, past, speculation, start)
+            past = self._past_factory.make(call.prompts, keys, call.max_new_tokens)
+            hits = _hits(past.origins, call.prompts, keys)
+            if not hits:
+                return self._answer(call, past, speculation, start)
+            again = SecondRun(call.options, self._model.device)
             try:
-                if call.repeats > 1:
-                    past.batch_repeat_interleave(call.repeats)
-                if call.max_seconds is not None:
-                    call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
-                with following(self._model, past):
-                    output = self._drafting.generate(call, past, speculation, call.options)
-                if call.num_returned == 1:
-                    turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
-                    for at, ids in enumerate(turns):
-                        self._keep_turn(ids, num_committed[at], past, range(at * call.repeats, (at + 1) * call.repeats))
-            finally:
-                past.end_session()
+                return self._answer(call, past, speculation, start)
+            except NonFiniteError:
+                doubted = Hits(self._prefiller, hits)
+            again.begin()
+            past = self._past_factory.make(call.prompts, keys, call.max_new_tokens, is_cold=True)
+            output = self._answer(call, past, speculation, start)
+            doubted.drop()
+            return output
+
+    def _answer(self, call: GenerateCall, past: Past, speculation: SpeculationConfig | None, start: float) -> Any:
+        """Run a call from a past on."""
+        self.explanations = past.explanations
+        num_committed = [origin.num_committed for origin in past.origins]
+        try:
+            if call.repeats > 1:
+                past.batch_repeat_interleave(call.repeats)
+            if call.max_seconds is not None:
+                call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
+            with following(self._model, past):
+                output = self._drafting.generate(call, past, speculation, call.options)
+            if call.num_returned == 1:
+                turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
+                for at, ids in enumerate(turns):
+                    self._keep_turn(ids, num_committed[at], past, range(at * call.repeats, (at + 1) * call.repeats))
+        finally:
+            past.end_session()
         return output
 
     def install(self, speculation: SpeculationConfig | str | None = None) -> None:
@@ -314,6 +332,8 @@ class PrefixCache:
 
         Raises:
             PromptError: there is no prompt, or it is padded on the right.
+            NonFiniteError: by a pass that gave NaN or infinity. What holds such of the hit that it began with is
+                dropped.
         """
         self._refuse_training()
         image_inputs = ImageInputs.taken(images)
@@ -332,6 +352,9 @@ class PrefixCache:
                 for member in past.family:
                     for at, row in enumerate(member.known_rows() or ()):
                         self._keep_turn(row, min(len(row), member.origins[at].num_committed), member, [at])
+            except NonFiniteError:
+                Hits(self._prefiller, _hits(past.origins, prompts, past.keys))
+                raise
             finally:
                 past.end_session()
 
@@ -508,3 +531,13 @@ class PrefixCache:
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
         self._model.check_ids(ids)
         return ids, KeySpace(key_space, (None,), self._segments).key(0, ids)
+
+
+def _hits(origins: Sequence[PastOrigin], prompts: Prompts, keys: KeySpace) -> list[tuple[Key, int]]:
+    """The key of each prompt that had a hit, and its tokens."""
+    found = zip(prompts.rows, origins, strict=True)
+    return [
+        (keys.key(at, row), origin.explanation.usable_hit)
+        for at, (row, origin) in enumerate(found)
+        if origin.explanation.usable_hit
+    ]
