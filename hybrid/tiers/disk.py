@@ -567,21 +567,16 @@ class DiskTier:
         """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""
         with self._lock:
             gone = [(one.place.segment, one.name) for one in wanted if self._holdings.places.get(one.name) is one.place]
-            for _, name in gone:
-                self._holdings.forget(name)
-        self._remove(gone)
+            self._drop_written(gone)
         return len(gone)
 
     def drop(self, names: Iterable[Name]) -> None:
         """See `Tier.drop`. They leave the manifest, too."""
         with self._lock:
-            held, gone = self._holdings, list[tuple[int, Name]]()
-            for name in names:
+            gone, places = [*names], self._holdings.places
+            for name in gone:
                 self._drop_waiting(name)
-                if name in held.places:
-                    gone.append((held.places[name].segment, name))
-                    held.forget(name)
-        self._remove(gone)
+            self._drop_written([(places[name].segment, name) for name in gone if name in places])
 
     def _drop_waiting(self, name: Name) -> None:
         """Forget a copy that waits for the writer, if there is one. One that is being written is forgotten after it."""
@@ -593,9 +588,20 @@ class DiskTier:
                 self._batch_bytes -= len(pending.copy)
             self._holdings.settle(name, pending)
 
-    def _remove(self, gone: list[tuple[int, Name]]) -> None:
+    def _drop_written(self, gone: list[tuple[int, Name]]) -> None:
+        """Forget copies that are there, by segment and name, and the segments that have no others."""
+        held = self._holdings
+        for _, name in gone:
+            held.forget(name)
+        empty = [number for number in {number for number, _ in gone} if not held.segments[number].names]
+        files = [(number, file) for number in empty if (file := held.remove(number)) is not None]
+
+        def change(folder: CacheFolder) -> None:
+            folder.remove_copies(gone)
+            folder.remove(files)
+
         if gone:
-            self._writer.submit(partial(self._change, lambda folder: folder.remove_copies(gone)))
+            self._writer.submit(partial(self._change, change))
 
     def clear(self) -> None:
         """Forget all copies that this process could use; those of other models stay. Does nothing once closed."""

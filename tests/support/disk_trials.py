@@ -1,9 +1,11 @@
 """Trials of copies on disk that need processes of their own. Imports no torch, so that a process starts in no time.
 
     python disk_trials.py kill FOLDER NUMBER    a process writes and evicts, and is killed at a random moment
+    python disk_trials.py tear FOLDER NUMBER    a process writes, and is killed while a segment is written
     python disk_trials.py share FOLDER NUMBER   two processes read and write NUMBER copies each
     python disk_trials.py user FOLDER           as a user who may not write, and as one who owns nothing there
     python disk_trials.py full FOLDER           as a process whose files may not be larger than 40,000 bytes
+    python disk_trials.py space FOLDER          on a file system of 400 kB, which must be possible to mount
 
 Prints what was counted, as JSON.
 """
@@ -12,19 +14,25 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import traceback
 import urllib.parse  # noqa: F401 - Path.as_uri imports it when called, which another user may not be able to
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 from hybrid.tiers import disk
+from hybrid.tiers.tier import Contents
 from support.disks import LIMIT, count_right, fill, name_of, offer, tier_at
 
 NUMBERS = range(120)
+
+TORN_LIMIT = 400_000
+"""Bytes of a disk on which six copies are one segment."""
+
 NOBODY = 65534
 
 
@@ -67,9 +75,9 @@ def write_for_ever(path: Path, seed: int) -> None:
         count_right(tier, [rng.choice(NUMBERS)])
 
 
-def check_directory(path: Path, counts: Counter[str]) -> None:
+def check_directory(path: Path, counts: Counter[str], limit: int = 60_000) -> None:
     """Another process finds only what is right, and no file that is not in use."""
-    tier = tier_at(path, num_bytes=60_000)
+    tier = tier_at(path, num_bytes=limit)
     assert tier.failure is None, tier.failure
     assert tier.violations() == []
     held = tier.num_pages + tier.num_checkpoints
@@ -82,7 +90,7 @@ def check_directory(path: Path, counts: Counter[str]) -> None:
         assert "missing" not in line, line
         assert "damaged" not in line, line
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
-    assert sum(files) == tier.bytes_used <= 60_000
+    assert sum(files) == tier.bytes_used <= limit
     assert {file.name for file in path.iterdir() if file.suffix != ".safetensors"} <= {
         "manifest.sqlite",
         "manifest.sqlite-wal",
@@ -101,6 +109,60 @@ def kill(path: Path, number: int) -> dict[str, int]:
         counts["killed"] += 1
         check_directory(path, counts)
     return counts
+
+
+def tear(path: Path, number: int) -> dict[str, int]:
+    """Each process has written a segment, and is killed within the next: after some of its bytes, before they are on
+    the disk, before the file has its name, or before the manifest has its rows."""
+    counts, rng = Counter[str](), Random(number)
+    for seed in range(number):
+        moment = ("bytes", "bytes", "fsync", "replace", "rows")[seed % 5]
+        writer = child(lambda seed=seed, moment=moment: write_and_die(path, seed, moment, rng.random()))  # type: ignore[misc]
+        assert os.WTERMSIG(os.waitpid(writer, 0)[1]) == signal.SIGKILL, "it ended by itself"
+        counts[f"killed: {moment}"] += 1
+        counts["files that were not whole"] += len([*path.glob(".*.part")])
+        check_directory(path, counts, TORN_LIMIT)
+    return counts
+
+
+def write_and_die(path: Path, seed: int, moment: str, share: float) -> None:
+    """Write a segment of three copies, and die while one of six is written."""
+    tier, first = tier_at(path, num_bytes=TORN_LIMIT), 3 * (seed % 30)
+
+    def offered(numbers: Sequence[int]) -> None:
+        for one in numbers:
+            tier.drop([name_of(one)])
+            offer(tier, one, seconds=1e6, size=4000)
+
+    def die(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    left, replace = round(share * 6 * 4000), os.replace
+
+    def torn(descriptor: int, parts: Sequence[Contents]) -> int:
+        nonlocal left
+        whole = b"".join(parts)
+        os.write(descriptor, whole[:left])
+        if left <= len(whole):
+            die()
+        left -= len(whole)
+        return len(whole)
+
+    def named(part: Path, name: Path) -> None:
+        replace(part, name)
+        die()
+
+    offered(range(first, first + 3))
+    tier.flush()
+    verb, fatal = {
+        "bytes": ("writev", torn),
+        "fsync": ("fsync", die),
+        "replace": ("replace", die),
+        "rows": ("replace", named),
+    }[moment]
+    setattr(os, verb, fatal)
+    offered(range(first + 3, first + 9))
+    tier.flush()
 
 
 # Shared
@@ -242,8 +304,40 @@ def full(path: Path) -> dict[str, int]:
     return {"copies found": found}
 
 
+def space(path: Path) -> dict[str, int]:
+    """The file system has no more room, and then has some again."""
+    path.parent.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", path.parent], check=True)
+    filler = path.parent / "filler"
+    filler.write_bytes(bytes(150_000))
+    disk.FIRST_PAUSE = disk.MAX_PAUSE = disk.GROWN_AFTER = 0.0
+    tier = tier_at(path, num_bytes=10**6)
+    for number in range(60):
+        offer(tier, number, size=4000)
+        if number % 6 == 2:
+            tier.flush()
+    failures, found = tier.counts.num_failures, count_right(tier, range(60))
+    assert failures > 0 and found > 0
+    assert tier.violations() == []
+    assert not [*path.glob(".*")], "nothing half done is left"
+    filler.unlink()
+    for number in range(60, 120):
+        offer(tier, number, size=4000, seconds=1000)
+        if number % 6 == 2:
+            tier.flush()
+    later = count_right(tier, range(120))
+    assert tier.violations() == []
+    tier.close()
+    tier = tier_at(path, num_bytes=10**6)
+    again = count_right(tier, range(120))
+    assert tier.bytes_used == sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    tier.close()
+    return {"failures": failures, "found": found, "found with more room": later, "found by the next life": again}
+
+
 if __name__ == "__main__":
     trial, folder, *given = sys.argv[1:]
-    made = {"kill": kill, "share": share, "user": user, "full": full}[trial](Path(folder), *map(int, given))  # type: ignore[operator]
+    trials = {"kill": kill, "tear": tear, "share": share, "user": user, "full": full, "space": space}
+    made = trials[trial](Path(folder), *map(int, given))  # type: ignore[operator]
     assert "torch" not in sys.modules
     print(json.dumps(made))
