@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""vLLM's own scheduler and cache manager on a trace, without a model: hits next to those of `hybrid doctor`'s model.
+"""Schedulers of vLLM and SGLang on traces, without a model: hits next to those of `hybrid doctor`'s models of them.
 
-    python bench/doctor.py --hits hits.json --trace DIR/lmsys.jsonl --gb 3     # in an environment with vLLM 0.33
-    python bench/doctor.py --check hits.json --trace DIR/lmsys.jsonl --gb 3    # in this package's: compares them
+    python bench/doctor.py --record hits.json --engine vllm lmsys:3 lmsys:6    # in an environment with vLLM 0.33
+    python bench/doctor.py --record hits.json --engine sglang fewshot@104:4    # with SGLang 0.5.23, after make sglang
+    python bench/doctor.py --check hits.json                                   # in this package's: compares them
 
-The first writes the cached tokens of each request; the second replays the trace and exits with status 1 where the hit
-rates are more than half a point apart. Blocks of 528 tokens, and layers as those of a Qwen3.5-4B.
+A cell is a trace of `bench/traces.py`, a seed if it is not the trace's own, and gigabytes (1e9 bytes). The first two
+write the cached tokens of each request; the third replays them and exits with status 1 where hit rates are more than
+half a point apart. Of vLLM blocks of 528 tokens and one token of an answer a step, of SGLang pages of 64 tokens and its
+Rust core; layers as those of a Qwen3.5-4B. `--first N` takes the first requests of each trace alone.
 """
 
 from __future__ import annotations
@@ -13,41 +16,103 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT
+from traces import make
+
+SIZES = 32768, 51511296
+PART = 8192
+
+
+def serve_vllm(gigabytes: float, requests: list[dict[str, Any]]) -> Iterator[int]:
+    """The hits of vLLM's scheduler."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.vllm_served import Served
+
+    served = Served(gigabytes * 1e9, None, token_by_token=True)
+    for one in requests:
+        before = served.hit_tokens
+        served.serve([(one["input_tokens"], one["output_tokens"])])
+        yield served.hit_tokens - before
+
+
+def serve_sglang(gigabytes: float, requests: list[dict[str, Any]]) -> Iterator[int]:
+    """The hits of SGLang's cache, on its own pools and requests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.sglang_absent import imitate
+
+    imitate()
+    from support.sglang_served import Served, Setting, budget
+
+    served = Served(Setting("rust", "lru", *budget(gigabytes, 64)))
+    for one in requests:
+        ids = array("q", one["input_tokens"] + one["output_tokens"])
+        yield served.serve(ids, len(one["input_tokens"]), PART)
+
+
+ENGINES: dict[str, Callable[[float, list[dict[str, Any]]], Iterator[int]]] = {
+    "vllm": serve_vllm,
+    "sglang": serve_sglang,
+}
+
+
+def trace_of(cell: str, first: int | None) -> tuple[float, list[dict[str, Any]]]:
+    """The memory and the requests of a cell such as "lmsys@102:3"."""
+    named, gigabytes = cell.split(":")
+    name, _, seed = named.partition("@")
+    return float(gigabytes), make(name, int(seed) if seed else None)[:first]
+
+
+def record(args: argparse.Namespace) -> int:
+    """Write the hits of an engine."""
+    cells = {}
+    for cell in args.cells:
+        start = time.perf_counter()
+        cells[cell] = list(ENGINES[args.engine](*trace_of(cell, args.first)))
+        print(f"{args.engine}, {cell}: {sum(cells[cell])} tokens hit, {time.perf_counter() - start:.0f} s", flush=True)
+    args.record.write_text(json.dumps({"engine": args.engine, "first": args.first, "hits": cells}) + "\n")
+    return 0
+
+
+def check(path: Path) -> int:
+    """Compare recorded hits with those of a model. Returns 1 where rates are more than half a point apart."""
+    from hybrid.doctor import Sizes
+    from hybrid.doctor.engines import engine_of
+    from hybrid.doctor.request import LoggedRequest, hashed
+
+    recorded, worst = json.loads(path.read_text()), 0.0
+    for cell, theirs in recorded["hits"].items():
+        gigabytes, requests = trace_of(cell, recorded["first"])
+        engine, ours = engine_of(recorded["engine"], Sizes(*SIZES), int(gigabytes * 1e9)), []
+        for one in requests:
+            ids = one["input_tokens"] + one["output_tokens"]
+            ours.append(engine.serve(LoggedRequest(hashed(ids), len(one["input_tokens"]), len(ids))).num_tokens)
+        total = sum(len(one["input_tokens"]) for one in requests)
+        rates = [100 * sum(hits) / total for hits in (theirs, ours)]
+        different = sum(a != b for a, b in zip(theirs, ours, strict=True))
+        worst = max(worst, abs(rates[0] - rates[1]))
+        print(f"{recorded['engine']}, {cell}: {rates[0]:.2f} %, the model {rates[1]:.2f} %; {different} of {len(ours)}")
+    return int(worst > 0.5)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="a file of bench/traces.py")
-    parser.add_argument("--gb", type=float, required=True, help="memory, 1 GB = 1e9 bytes")
-    parser.add_argument("--hits", type=Path, help="write the hits of vLLM's scheduler")
-    parser.add_argument("--check", type=Path, help="compare with these hits")
+    parser.add_argument("cells", nargs="*", metavar="TRACE[@SEED]:GB")
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
+    parser.add_argument("--first", type=int, help="requests of each trace (default: all)")
+    parser.add_argument("--record", type=Path, help="write the hits of the engine's own scheduler")
+    parser.add_argument("--check", type=Path, help="compare the models with these hits")
     args = parser.parse_args()
-    if args.hits is not None:
-        sys.path.insert(0, str(ROOT / "tests"))
-        from support.vllm_served import Served
-
-        served, hits = Served(args.gb * 1e9, None, token_by_token=True), []
-        with args.trace.open(encoding="utf-8") as file:
-            for line in file:
-                fields, before = json.loads(line), served.hit_tokens
-                served.serve([(fields["input_tokens"], fields["output_tokens"])])
-                hits.append(served.hit_tokens - before)
-        args.hits.write_text(json.dumps(hits))
-        return 0
-    from hybrid.doctor import Sizes, Traffic
-    from hybrid.doctor.vllm import VllmScheduler
-
-    theirs = json.loads(args.check.read_text())
-    traffic = Traffic.read(args.trace)
-    engine = VllmScheduler(Sizes(32768, 51511296), int(args.gb * 1e9))
-    ours = [engine.serve(request).num_tokens for request, _ in traffic]
-    rates = [100 * sum(hits) / traffic.num_prompt_tokens for hits in (theirs, ours)]
-    different = sum(a != b for a, b in zip(theirs, ours, strict=True))
-    print(f"vLLM {rates[0]:.2f} %, the model {rates[1]:.2f} %; {different} of {len(ours)} requests differ")
-    return int(abs(rates[0] - rates[1]) > 0.5)
+    if args.check is not None:
+        return check(args.check)
+    if args.record is None or not args.cells:
+        parser.error("give --check FILE, or --record FILE and cells")
+    return record(args)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def fewshot(*, seed: int, groups: int = 40) -> list[Request]:
     return made
 
 
-TRACES: dict[str, Callable[[], list[Request]]] = {
+TRACES: dict[str, Callable[..., list[Request]]] = {
     "sharegpt": partial(chats, (50, 1.2, 4, 4000), (300, 0.8, 8, 2000), mean_turns=12.0, popular_share=0.02, seed=1),
     "lmsys": partial(chats, (25, 1.2, 4, 4000), (180, 0.8, 8, 2000), mean_turns=4.0, popular_share=0.08, seed=2),
     "swebench": partial(agents, drops=True, seed=3),
@@ -131,9 +131,12 @@ TRACES: dict[str, Callable[[], list[Request]]] = {
 }
 
 
-def make(name: str) -> list[Request]:
-    """The requests of a trace, in order of arrival."""
-    made = sorted(TRACES[name](), key=lambda one: (one["ts"], one["session_id"], one["turn_id"]))
+def make(name: str, seed: int | None = None) -> list[Request]:
+    """The requests of a trace, in order of arrival; with another seed than the trace's own they are others alike."""
+    made = sorted(
+        TRACES[name](**({} if seed is None else {"seed": seed})),
+        key=lambda one: (one["ts"], one["session_id"], one["turn_id"]),
+    )
     for one in made:
         one |= {"num_input_tokens": len(one["input_tokens"]), "num_output_tokens": len(one["output_tokens"])}
     return made

@@ -180,8 +180,9 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "whose sizes: a config.json, its folder, a hub id, 'tiny', or bytes per token and of a state, 32768,51511296"
     add("--model", default="32768,51511296", help=f"{text} (default: these, of a Qwen3.5 with 4B parameters)")
     add("--memory", action="append", help="bytes of the cache, '24GiB'; may be repeated (default: 24GiB)")
-    text = "vllm, hybrid, lru or marconi; may be repeated; the first is explained (default: vllm and hybrid)"
-    add("--engine", action="append", choices=("vllm", "hybrid", "lru", "marconi"), metavar="NAME", help=text)
+    names = ("vllm", "sglang", "hybrid", "lru", "marconi", "bound")
+    text = f"{', '.join(names)} (no cache hits more); may be repeated; the first is explained (default: vllm, sglang, "
+    add("--engine", action="append", choices=names, metavar="NAME", help=f"{text}hybrid, bound)")
     add("--tokenizer", metavar="MODEL", help="folder or hub id that makes tokens of texts (default: about, by words)")
     add("--out", metavar="FILE", help="write a page for a browser; of anonymize: the file of hashes")
     add("--no-cures", action="store_true", help="do not replay what may help")
@@ -267,8 +268,8 @@ COMMANDS: tuple[Command, ...] = (
         name="doctor",
         help="replay logged traffic on engines' schedulers: what hits, what does not, and why",
         description=(
-            "Replay the requests of a log on models of the schedulers of vLLM and of this package, without a model and "
-            "without a GPU, and say how many tokens of prompts hit, where all others went, and what would change it, "
+            "Replay the requests of a log on models of the schedulers of vLLM, SGLang and this package, without a model "
+            "and without a GPU, and say how many tokens of prompts hit, where all others went, and what would change it, "
             "each change replayed. `anonymize FILE` writes salted hashes in place of texts, which replay alike. "
             "`watch URL` reads a running server's figures, and with traffic says whether they are as predicted."
         ),

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     first, *rest = args.traffic
     if first == "watch":
         return _watch(args, console, rest)
+    if args.out is not None and not Path(args.out).parent.is_dir():
+        raise ArgumentError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it first")
     template = Template(_tokenizer(args.tokenizer))
     if first == "anonymize":
         return _anonymize(args, console, template, rest)
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     report = replay(
         traffic,
         args.model,
-        args.engine or ["vllm", "hybrid"],
+        args.engine or ["vllm", "sglang", "hybrid", "bound"],
         args.memory or ["24GiB"],
         cures=not args.no_cures,
         prefill_rate=args.prefill_rate,
@@ -102,7 +104,7 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
     if len(rest) == 1:
         return Outcome(True, result)
     traffic = _read(rest[1:], Template(_tokenizer(args.tokenizer)))
-    engine = (args.engine or ["vllm" if figures.engine == "vllm" else "hybrid"])[0]
+    engine = (args.engine or [figures.engine])[0]
     row = replay(traffic, args.model, engine, (args.memory or ["24GiB"])[0], cures=False).rows[0]
     apart = figures.hit_rate - row.hit_rate
     agrees = abs(apart) <= args.within

@@ -7,17 +7,22 @@ from typing import Any
 
 from hybrid.doctor.engine import EngineModel
 from hybrid.doctor.own import OwnCache
+from hybrid.doctor.sglang import SglangScheduler
 from hybrid.doctor.sizes import Memory, Sizes
 from hybrid.doctor.vllm import VllmScheduler
 from hybrid.errors import ArgumentError
 
 ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
     "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
+    "sglang": ("SGLang's unified radix cache, and what its scheduler asks of it (0.5.23)", SglangScheduler, {}),
     "hybrid": ("this package, as it is by default", OwnCache, {"eviction": "lhd"}),
     "lru": ("this package's placement, and the least recently used is evicted", OwnCache, {"eviction": "lru"}),
     "marconi": ("this package's placement, and eviction after Marconi", OwnCache, {"eviction": "flop_aware"}),
 }
 """What each is, its model and the model's options."""
+
+BOUND = "bound"
+"""The name of what no engine can do better."""
 
 
 def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> EngineModel:
@@ -33,6 +38,6 @@ def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> Engine
         ArgumentError: there is no such engine. MemoryBudgetError: the memory is too small for it.
     """
     if name not in ENGINES:
-        raise ArgumentError(f"there is no engine {name!r}; there are: {', '.join(ENGINES)}")
+        raise ArgumentError(f"there is no engine {name!r}; there are: {', '.join([*ENGINES, BOUND])}")
     _, make, own = ENGINES[name]
     return make(sizes, memory, **{**own, **options})

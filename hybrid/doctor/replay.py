@@ -10,16 +10,31 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hybrid.doctor.bound import Bound
 from hybrid.doctor.causes import Cause, causes_of
-from hybrid.doctor.engines import engine_of
-from hybrid.doctor.report import Cure, Report, Row
+from hybrid.doctor.engines import BOUND, engine_of
+from hybrid.doctor.past import Fact
+from hybrid.doctor.report import Cure, Report, Row, amount
+from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sizes import Endless, Sizes
 from hybrid.doctor.text import Template
 from hybrid.doctor.traffic import Traffic
-from hybrid.units import byte_count, format_bytes
+from hybrid.errors import ArgumentError
+from hybrid.units import byte_count
 
 MORE_MEMORY = (2, 4)
 """Multiples of the memory that are tried as a cure."""
+
+STATE_RATIOS = (0.4, 2.0, 4.0)
+"""Memory of states over that of pages, in SGLang, that are tried as a cure; its default is 0.9."""
+
+MEMORY = "a cache of {} bytes"
+MEMORY_FLAGS = {
+    "vllm": "vllm serve --kv-cache-memory-bytes {}",
+    "sglang": "python -m sglang.launch_server --mem-fraction-static F, so that KV and states have {} bytes",
+    "hybrid": "hybrid serve --memory {}",
+}
+"""How an engine is given so many bytes."""
 
 
 def replay(
@@ -38,7 +53,8 @@ def replay(
     Args:
         traffic: files, or what `Traffic.read` made of them.
         model: its sizes, or what `Sizes.of` takes.
-        engine: one name or several. What is asked of the first is why, and what cures it.
+        engine: one name or several. What is asked of the first is why, and what cures it. "bound" is what no engine
+            can do better.
         memory: bytes for the cache, or a text such as "24GiB"; one or several. The first is that of causes and cures.
         cures: replay what may help too, each by itself.
         prefill_rate: tokens of prompts that are computed per second; None: times are not given.
@@ -54,8 +70,13 @@ def replay(
     engines = [engine] if isinstance(engine, str) else [*engine]
     memories = [memory] if isinstance(memory, int | str) else [*memory]
     sizes_of_memory = [byte_count("memory", given) for given in memories]
+    if engines[:1] == [BOUND]:
+        raise ArgumentError("a bound cannot be explained: give an engine first, as --engine vllm --engine bound")
     rows: list[Row] = []
     for name in engines:
+        if name == BOUND:
+            rows += _bounds(traffic, sizes, sizes_of_memory, progress)
+            continue
         for size in sizes_of_memory:
             is_first = not rows
             rows.append(_run(traffic, sizes, name, size, with_causes=is_first, progress=progress))
@@ -79,10 +100,7 @@ def _run(
     engine = engine_of(name, sizes, memory, **options)
     endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
     row = Row(name, memory, traffic.num_prompt_tokens)
-    title = f"{name}, {format_bytes(memory)}"
-    for request, fact in tqdm(
-        traffic, desc=title, total=traffic.num_requests, unit="request", disable=None if progress else True, leave=False
-    ):
+    for request, fact in _shown(traffic, f"{name}, {amount(memory)}", progress):
         start = time.perf_counter()
         hit = engine.serve(request)
         row.seconds += time.perf_counter() - start
@@ -93,6 +111,21 @@ def _run(
                 if cause in (Cause.EVICTED, Cause.STATE_EVICTED):
                     row.ages.append(fact.age)
     return row
+
+
+def _bounds(traffic: Traffic, sizes: Sizes, memories: Sequence[int], progress: bool) -> list[Row]:
+    """The bound for each memory."""
+    start, bound = time.perf_counter(), Bound(sizes)
+    for request, _ in _shown(traffic, BOUND, progress):
+        bound.add(request)
+    seconds = time.perf_counter() - start
+    return [Row(BOUND, size, traffic.num_prompt_tokens, bound.hit_tokens(size), seconds) for size in memories]
+
+
+def _shown(traffic: Traffic, title: str, progress: bool) -> Iterable[tuple[LoggedRequest, Fact]]:
+    """The requests, with a bar on a terminal."""
+    disable = None if progress else True
+    return tqdm(traffic, desc=title, total=traffic.num_requests, unit="request", disable=disable, leave=False)
 
 
 @dataclass
@@ -116,17 +149,21 @@ class Try:
     causes: tuple[Cause, ...] = ()
 
 
-def _tries(row: Row) -> list[Try]:
+def _tries(row: Row, sizes: Sizes) -> list[Try]:
     """What may help an engine."""
     name, memory = row.engine, row.memory
     found = []
     for times in MORE_MEMORY:
         size = memory * times
-        how = f"vllm serve --kv-cache-memory-bytes {size}" if name == "vllm" else f"memory {format_bytes(size)}"
-        found.append(Try(f"{times} times the memory", how, name, size))
+        found.append(Try(f"{times} times the memory", MEMORY_FLAGS.get(name, MEMORY).format(size), name, size))
     if name == "vllm":
         block = "vllm serve --prefix-cache-retention-interval None"
         found.append(Try("a state at every end of a step", block, name, memory, {"retention": None}))
+    if name == "sglang" and sizes.state_bytes:
+        for ratio in STATE_RATIOS:
+            flag = f"python -m sglang.launch_server --mamba-full-memory-ratio {ratio}"
+            title = f"{ratio} times as much memory for states as for pages"
+            found.append(Try(title, flag, name, memory, {"state_ratio": ratio}))
     if name != "hybrid":
         how = (
             "replayed with this package's own cache; a part of it comes by a flag: vllm serve --scheduler-cls "
@@ -145,7 +182,7 @@ def _tries(row: Row) -> list[Try]:
 def _cures(traffic: Traffic, sizes: Sizes, row: Row, progress: bool) -> list[Cure]:
     """Replay what may help, each by itself; the best first."""
     made = []
-    for each in _tries(row):
+    for each in _tries(row, sizes):
         if each.causes and not any(row.causes.get(cause) for cause in each.causes):
             continue
         other = traffic

@@ -23,13 +23,16 @@ body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:60em;padding:1em
 h1{font-size:1.5em}h2{font-size:1.15em;margin:1.6em 0 .4em}table{border-collapse:collapse;width:100%}
 td,th{text-align:left;padding:.35em .5em;border-bottom:1px solid #8883;vertical-align:top}
 td.n{text-align:right;white-space:nowrap}
-.bar{background:#8882;height:.7em;min-width:4em}.bar i{display:block;height:100%;background:#4a90d9}
+table{table-layout:fixed}td:nth-child(2){width:30%}td.n{width:6.5em}
+.bar{background:#8882;height:.7em;margin-top:.45em}.bar i{display:block;height:100%;background:#4a90d9}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#8881;padding:.5em;margin:.3em 0}small{color:#666}
-td{overflow-wrap:anywhere}svg{width:100%;height:auto}
+td{overflow-wrap:anywhere}svg{width:100%;max-width:36em;height:auto}
+@media(max-width:36em){tr{display:grid;grid-template-columns:1fr 7em;border-bottom:1px solid #8883}
+td:nth-child(n){width:auto;border:0}td:first-child{grid-column:1/3;padding-bottom:0}}
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}small{color:#aaa}}
 """
 
-COLOURS = ("#4a90d9", "#e07b39", "#5aa469", "#9a6fb0")
+COLOURS = ("#4a90d9", "#e07b39", "#5aa469", "#9a6fb0", "#c0504d", "#888888")
 
 
 @dataclass
@@ -121,10 +124,17 @@ class Report:
 
     @property
     def unit(self) -> str:
-        """What a token is here."""
+        """The way in which tokens were counted."""
         if not self.traffic.is_text or self.traffic.tokenizer is not None:
             return "tokens"
-        return "tokens, estimated by words: give --tokenizer for exact ones"
+        return "tokens estimated by words, --tokenizer MODEL counts them"
+
+    @property
+    def summary(self) -> str:
+        """The traffic in a line: requests and tokens of prompts."""
+        traffic = self.traffic
+        how = "" if self.unit == "tokens" else f" ({self.unit})"
+        return f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} tokens of prompts{how}"
 
     def to_json(self) -> dict[str, Any]:
         """The report as values of JSON."""
@@ -165,15 +175,14 @@ class Report:
         """Print it on a terminal."""
         traffic = self.traffic
         console.print(
-            f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} {self.unit} of prompts, read in "
-            f"{traffic.seconds:.1f} s; model {self.sizes.name}",
+            f"{self.summary}, read in {traffic.seconds:.1f} s; model {self.sizes.name}",
             markup=False,
             soft_wrap=True,
         )
         table = Table("engine", "memory", "hit rate", "computed", "cost", "replayed in", box=None)
         for row in self.rows:
             cells = (f"{row.hit_rate:.1f} %", f"{row.computed:,}", self.cost(row.computed), f"{row.seconds:.1f} s")
-            table.add_row(row.engine, format_bytes(row.memory), *cells)
+            table.add_row(row.engine, amount(row.memory), *cells)
         console.print(table)
         first = self.rows[0]
         if first.causes:
@@ -210,12 +219,12 @@ class Report:
         Path(path).write_text(f"{head}<body>{self._repr_html_()}</body></html>", encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        traffic, first = self.traffic, self.rows[0]
+        first = self.rows[0]
+        cost = self.cost(first.computed)
         parts = [
             f"<h1>{first.hit_rate:.1f} % of the prompt tokens hit</h1>",
-            f"<p>{escape(first.engine)}, {format_bytes(first.memory)}, model {escape(self.sizes.name)}: "
-            f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} {escape(self.unit)} of prompts, "
-            f"{first.computed:,} computed {escape(self.cost(first.computed))}</p>",
+            f"<p>{escape(first.engine)}, {amount(first.memory)}, model {escape(self.sizes.name)}: "
+            f"{escape(self.summary)}; {first.computed:,} are computed{escape(f' ({cost})' if cost else '')}.</p>",
             self._engines_html(),
         ]
         if first.causes:
@@ -245,7 +254,7 @@ class Report:
     def _engines_html(self) -> str:
         """A table of all replays, and their hit rates over memory where there are several sizes."""
         rows = [
-            f"<tr><td>{escape(row.engine)}, {format_bytes(row.memory)}</td>"
+            f"<tr><td>{escape(row.engine)}, {amount(row.memory)}</td>"
             f"<td>{_bar(row.hit_tokens, row.num_tokens)}</td>"
             f"<td class=n>{row.hit_rate:.1f} %</td></tr>"
             for row in self.rows
@@ -257,19 +266,26 @@ class Report:
         lines = []
         for number, name in enumerate(dict.fromkeys(row.engine for row in self.rows)):
             points = [
-                (40 + 540 * sizes.index(row.memory) / (len(sizes) - 1), 190 - 1.8 * row.hit_rate)
+                (44 + 290 * sizes.index(row.memory) / (len(sizes) - 1), 190 - 1.7 * row.hit_rate)
                 for row in sorted(self.rows, key=lambda row: row.memory)
                 if row.engine == name
             ]
             colour, text = COLOURS[number % len(COLOURS)], " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
-            lines.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="3"/>')
-            lines.append(f'<text x="50" y="{20 + 18 * number}" fill="{colour}">{escape(name)}</text>')
+            lines.append(f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            lines.append(f'<text x="{44 + 56 * number}" y="12" fill="{colour}">{escape(name)}</text>')
         for number, size in enumerate(sizes):
-            x = 40 + 540 * number / (len(sizes) - 1)
-            lines.append(f'<text x="{x - 30:.0f}" y="212" font-size="12" fill="#888">{format_bytes(size)}</text>')
+            x, anchor = 44 + 290 * number / (len(sizes) - 1), "middle" if number + 1 < len(sizes) else "end"
+            lines.append(f'<text x="{x:.0f}" y="206" text-anchor="{anchor}" fill="#888">{amount(size)}</text>')
         for percent in (0, 50, 100):
-            lines.append(f'<text x="0" y="{194 - 1.8 * percent}" font-size="12" fill="#888">{percent} %</text>')
-        return f'{table}<svg viewBox="0 0 640 220" role="img" aria-label="hit rate over memory">{"".join(lines)}</svg>'
+            lines.append(f'<text x="0" y="{194 - 1.7 * percent}" fill="#888">{percent} %</text>')
+        return f'{table}<svg viewBox="0 0 360 212" font-size="12" role="img" aria-label="hit rate over memory">{"".join(lines)}</svg>'
+
+
+def amount(num_bytes: int) -> str:
+    """A memory as it was given: in GB where it is a round number of them, else in GiB."""
+    if num_bytes % 10**8 == 0:
+        return f"{num_bytes / 1e9:g} GB"
+    return format_bytes(num_bytes)
 
 
 def _place(example: Example) -> str:

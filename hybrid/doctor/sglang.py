@@ -1,0 +1,278 @@
+"""A model of SGLang's cache of hybrid models (0.5.23, its unified radix cache, pages of 64 tokens, states in an extra
+buffer), and of what its scheduler asks of it.
+
+Two pools: pages, and slots of states. A radix tree whose edges are pages; a node may have a state at its end. A prompt
+hits up to the deepest matched node with a state. States that a request computes are those at the last page of each part
+of its prefill, or where prompts were found to part, and at multiples of 256 tokens of its answer. Pages are evicted by
+leaves, states by themselves, each the least recently used first. `bench/doctor.py` compares its hits with those of
+SGLang's own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from heapq import heapify, heappop, heappush
+
+from hybrid.doctor.engine import MISS, Hit
+from hybrid.doctor.radix import Radix, RadixNode
+from hybrid.doctor.request import LoggedRequest
+from hybrid.doctor.sizes import Endless, Memory, Sizes
+from hybrid.errors import MemoryBudgetError
+from hybrid.units import ceil_div, format_bytes
+
+PAGE = 64
+"""Tokens of a page, and between two positions at which a prefill can leave a state."""
+
+TRACK = 256
+"""Tokens between two states that are kept of an answer, SGLang's `--mamba-track-interval`."""
+
+STATE_RATIO = 0.9
+"""Memory of states over that of pages, SGLang's `--mamba-full-memory-ratio`."""
+
+PART = 8192
+"""Tokens of a prefill that are computed at a time, SGLang's `--chunked-prefill-size`."""
+
+SLOTS = 3
+"""States that a request holds: the one in use, and two that track it."""
+
+ENDLESS = 1 << 60
+
+
+class Node(RadixNode):
+    """A node of SGLang's tree.
+
+    Attributes:
+        has_state: there is a state at its end.
+        used: when its pages were used last.
+        locks, state_locks: requests that hold its pages, and its state.
+    """
+
+    __slots__ = ("has_state", "locks", "state_locks", "used")
+
+    def __init__(self, parent: Node | None, hashes: array[int], used: float) -> None:
+        super().__init__(parent, hashes)
+        self.used, self.has_state = used, False
+        self.locks = self.state_locks = 0
+
+
+class SglangScheduler:
+    """SGLang's cache, for one request at a time.
+
+    Args:
+        sizes: of the model.
+        memory: bytes of pages and states together, or what is endless.
+        part: tokens of a prefill that are computed at a time.
+        state_ratio: memory of states over that of pages.
+
+    Raises:
+        MemoryBudgetError: the memory does not hold the states of one request, or two pages.
+    """
+
+    def __init__(self, sizes: Sizes, memory: Memory, *, part: int = PART, state_ratio: float = STATE_RATIO) -> None:
+        self._part, self._has_states = part, sizes.state_bytes > 0
+        if isinstance(memory, Endless):
+            self._free_pages = self._free_slots = ENDLESS
+        else:
+            of_states = memory * state_ratio / (1 + state_ratio) if self._has_states else 0.0
+            self._free_slots = int(of_states / sizes.state_bytes) if self._has_states else ENDLESS
+            self._free_pages = int((memory - of_states) / sizes.token_bytes) // PAGE
+            if self._free_slots <= SLOTS or self._free_pages < 2:
+                needed = (SLOTS + 1) * sizes.state_bytes * (1 + state_ratio) / state_ratio
+                raise MemoryBudgetError(
+                    f"SGLang has room for {self._free_slots} states and {self._free_pages} pages in "
+                    f"{format_bytes(memory)}; a request needs {SLOTS} and one that stays: give at least "
+                    f"{format_bytes(int(needed) + 1 + 4 * PAGE * sizes.token_bytes)}"
+                )
+        self._clock = 0
+        self._tree = Radix(Node(None, array("Q"), 0.0))
+        self._states: OrderedDict[Node, None] = OrderedDict()  # nodes with a state, the least recently used first
+        self._leaves: list[tuple[float, int, Node]] = []  # leaves by their last use; entries may be out of date
+        self._pushed = 0
+
+    def serve(self, request: LoggedRequest) -> Hit:
+        """Serve a request from its prompt to its last token."""
+        num_prompt, num_tokens = request.num_prompt, request.num_tokens
+        hashes = array("Q", request.blocks(PAGE, num_tokens))
+        found, hit, num_pages = self._match(hashes, (num_prompt - 1) // PAGE)
+        branch = num_pages if num_pages > hit else 0
+        needed = SLOTS if self._has_states else 0
+        self._lock(found)
+        if not self._give_slots(needed):
+            self._unlock(found)
+            return MISS
+        self._free_slots -= needed
+        held = ceil_div(num_prompt, PAGE) - hit
+        if not self._give_pages(held):
+            self._unlock(found)
+            self._free_slots += needed
+            return MISS
+        self._free_pages -= held
+        own, start = hit, hit * PAGE  # pages of the tree that the request uses, and tokens that are computed
+        while start < num_prompt:
+            end = min(start + self._part, num_prompt)
+            position = end // PAGE
+            if start // PAGE < branch < position + (end % PAGE == 0):
+                position = branch
+            if end - start >= PAGE and self._give_slots(1 if self._has_states else 0):
+                self._free_slots -= self._has_states
+                there, node, is_new = self._insert(hashes, position)
+                self._free_pages += max(0, there - own)  # pages that the tree has already are given back
+                held -= position - own
+                own = position
+                if not is_new:
+                    self._free_slots += self._has_states
+                self._unlock(found)
+                self._lock(node)
+                found = node
+            start = end
+        answer = ceil_div(num_tokens, PAGE) - ceil_div(num_prompt, PAGE)
+        if self._give_pages(answer):
+            self._free_pages -= answer
+            held += answer
+            step = TRACK if self._has_states else PAGE
+            last = num_tokens // step * step // PAGE
+            if last * PAGE > num_prompt:
+                there, _, is_new = self._insert(hashes, last)
+                self._free_pages += max(0, there - own)
+                held -= last - own
+                self._free_slots -= self._has_states and is_new
+        self._free_pages += held
+        self._free_slots += needed
+        self._unlock(found)
+        return Hit(hit * PAGE, num_pages * PAGE)
+
+    # The tree
+
+    def _now(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _match(self, hashes: array[int], limit: int) -> tuple[Node, int, int]:
+        """Find the longest prefix that is cached.
+
+        Returns:
+            The node of the last state, the pages up to it, and the pages that are cached.
+        """
+        best, at, hit = self._tree.root, 0, 0
+        while (found := self._tree.next(hashes, at, limit)) is not None:
+            node, same = found
+            at += same
+            if same < len(node.hashes):
+                node = self._split(node, same)
+            if node.has_state or not self._has_states:
+                best, hit = node, at
+        if best.has_state:
+            self._states.move_to_end(best)
+        used: float = self._now()
+        above: Node | None = best
+        while above is not None and above is not self._tree.root:
+            self._use(above, used)
+            used -= 1e-5
+            above = above.parent
+        return best, hit, at
+
+    def _insert(self, hashes: array[int], end: int) -> tuple[int, Node, bool]:
+        """Enter the pages up to one, and the state at its end.
+
+        Returns:
+            Pages that were there, the node of the last, and whether its state is a new one.
+        """
+        node, there = self._tree.root, 0
+        while (found := self._tree.next(hashes, there, end)) is not None:
+            node, same = found
+            self._use(node, self._now())
+            if same < len(node.hashes):
+                node = self._split(node, same)
+            there += same
+        if there < end:
+            node = Node(node, hashes[there:end], self._now())
+            self._tree.add(node)
+            self._offer(node)
+        is_new = not node.has_state
+        if self._has_states:
+            node.has_state = True
+            self._states[node] = None
+            self._states.move_to_end(node)
+            if there == end:
+                self._use(node, self._now())
+        return there, node, is_new
+
+    def _split(self, node: Node, size: int) -> Node:
+        """Cut a node in two. Returns the upper one, which has no state."""
+        upper = Node(node.parent, node.hashes[:size], self._now())
+        upper.locks = node.locks
+        self._tree.cut(node, upper)
+        self._use(node, self._now())
+        return upper
+
+    # What is used and what is evicted
+
+    def _use(self, node: Node, used: float) -> None:
+        node.used = used
+        self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        """Enter a node among the leaves that may be evicted, if it is one."""
+        if node.num_children or node.locks or node.state_locks or node.parent is None:
+            return
+        self._pushed += 1
+        heappush(self._leaves, (node.used, self._pushed, node))
+        if len(self._leaves) > 64 + 4 * len(self._tree):
+            self._leaves = [entry for entry in self._leaves if self._is_leaf(entry)]
+            heapify(self._leaves)
+
+    def _is_leaf(self, entry: tuple[float, int, Node]) -> bool:
+        used, _, node = entry
+        is_free = not (node.num_children or node.locks or node.state_locks) and node.parent is not None
+        return is_free and used == node.used
+
+    def _lock(self, node: Node) -> None:
+        node.state_locks += 1
+        above: Node | None = node
+        while above is not None:
+            above.locks += 1
+            above = above.parent
+
+    def _unlock(self, node: Node) -> None:
+        node.state_locks -= 1
+        above: Node | None = node
+        while above is not None:
+            above.locks -= 1
+            if not above.locks:
+                self._offer(above)
+            above = above.parent
+
+    def _give_slots(self, count: int) -> bool:
+        """Evict states until so many slots are free: a leaf goes with its pages, of another node the state alone."""
+        while self._free_slots < count:
+            node = next((node for node in self._states if not node.state_locks), None)
+            if node is None:
+                return False
+            if node.num_children or node.locks:
+                self._drop_state(node)
+            else:
+                self._drop(node)
+        return True
+
+    def _give_pages(self, count: int) -> bool:
+        """Evict leaves until so many pages are free."""
+        while self._free_pages < count:
+            if not self._leaves:
+                return False
+            entry = heappop(self._leaves)
+            if self._is_leaf(entry):
+                self._drop(entry[2])
+        return True
+
+    def _drop_state(self, node: Node) -> None:
+        del self._states[node]
+        node.has_state = False
+        self._free_slots += 1
+
+    def _drop(self, node: Node) -> None:
+        """Evict a leaf: its pages, and its state."""
+        if node.has_state:
+            self._drop_state(node)
+        self._free_pages += len(node.hashes)
+        self._offer(self._tree.remove(node))
