@@ -133,10 +133,8 @@ TRACES: dict[str, Callable[..., list[Request]]] = {
 
 def make(name: str, seed: int | None = None) -> list[Request]:
     """The requests of a trace, in order of arrival; with another seed than the trace's own they are others alike."""
-    made = sorted(
-        TRACES[name](**({} if seed is None else {"seed": seed})),
-        key=lambda one: (one["ts"], one["session_id"], one["turn_id"]),
-    )
+    given = {} if seed is None else {"seed": seed}
+    made = sorted(TRACES[name](**given), key=lambda one: (one["ts"], one["session_id"], one["turn_id"]))
     for one in made:
         one |= {"num_input_tokens": len(one["input_tokens"]), "num_output_tokens": len(one["output_tokens"])}
     return made

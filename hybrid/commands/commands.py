@@ -268,10 +268,10 @@ COMMANDS: tuple[Command, ...] = (
         name="doctor",
         help="replay logged traffic on engines' schedulers: what hits, what does not, and why",
         description=(
-            "Replay the requests of a log on models of the schedulers of vLLM, SGLang and this package, without a model "
-            "and without a GPU, and say how many tokens of prompts hit, where all others went, and what would change it, "
-            "each change replayed. `anonymize FILE` writes salted hashes in place of texts, which replay alike. "
-            "`watch URL` reads a running server's figures, and with traffic says whether they are as predicted."
+            "Replay the requests of a log on models of the schedulers of vLLM, SGLang and this package, without "
+            "a model and without a GPU, and say how many tokens of prompts hit, where all others went, and what would "
+            "change it, each change replayed. `anonymize FILE` writes salted hashes in place of texts, which replay "
+            "alike. `watch URL` reads a running server's figures, and with traffic says whether they are as predicted."
         ),
         add_arguments=add_doctor,
     ),

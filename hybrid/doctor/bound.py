@@ -1,7 +1,7 @@
 """A bound on hits: no cache has more of them, whatever it places and evicts, and if it knew what will come.
 
 A hit of some length has its pages cached from the last request that had them, and a state at its end from the last
-request that came by there: each is so many bytes for so many requests. All of them together are no more than the memory
+request that came by there: bytes, held for a number of requests. All of them together are no more than the memory
 for all requests. Of what requests could hit, the bound takes what needs the least bytes per token, until no memory is
 left. It does not ask whether all of it fits at every moment, so real caches stay below it, and the best one may too.
 """
@@ -9,6 +9,7 @@ left. It does not ask whether all of it fits at every moment, so real caches sta
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Bound:
     def __init__(self, sizes: Sizes) -> None:
         self._page_bytes, self._state_bytes = UNIT * sizes.token_bytes, sizes.state_bytes
         self._tree = Radix(Used(None, array("Q"), 0))
-        self._tokens, self._bytes = array("d"), array("d")  # steps: so many tokens more, for so many bytes
+        self._tokens, self._bytes = array("d"), array("d")  # steps: n tokens more for m bytes
         self._num_requests = 0
 
     def add(self, request: LoggedRequest) -> None:
@@ -46,7 +47,7 @@ class Bound:
         self._num_requests += 1
         hashes = array("Q", request.blocks(UNIT, request.num_tokens))
         limit, num_units = (request.num_prompt - 1) // UNIT, len(hashes)
-        points = [(0.0, 0.0)]  # tokens of a hit, and bytes for so many requests
+        points = [(0.0, 0.0)]  # tokens of a hit, and bytes times requests
         pages, at, node = 0.0, 0, tree.root
         while (found := tree.next(hashes, at, num_units)) is not None:
             node, same = found
@@ -66,12 +67,12 @@ class Bound:
                 points.append(point)
         if at < num_units:
             tree.add(Used(node, hashes[at:], index))
-        for (tokens, cost), (more, higher) in zip(points, points[1:], strict=False):
+        for (tokens, cost), (more, higher) in pairwise(points):
             self._tokens.append(more - tokens)
             self._bytes.append(higher - cost)
 
     def hit_tokens(self, memory: int) -> int:
-        """The most tokens of prompts that hit with a memory of so many bytes."""
+        """The most tokens of prompts that hit with a memory of that many bytes."""
         tokens, cost = np.frombuffer(self._tokens), np.frombuffer(self._bytes)
         if not len(tokens):
             return 0

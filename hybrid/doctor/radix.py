@@ -1,5 +1,7 @@
-"""A radix tree of prefixes that are given as hashes: each is of all tokens up to there, so two prefixes of which the last
-hashes are equal are equal as a whole."""
+"""A radix tree of prefixes that are given as hashes.
+
+Each hash is of all tokens up to there: two prefixes whose last hashes are equal are equal as a whole.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Radix(Generic[N]):
         return len(self._first)
 
     def next(self, hashes: array[int], start: int, end: int) -> tuple[N, int] | None:
-        """The node that goes on with a page of a prompt, and how many of its pages are those of the prompt, up to a
+        """The node that continues with a page of a prompt, and how many of its pages are those of the prompt, up to a
         page; None: there is none."""
         node = self._first.get(hashes[start]) if start < end else None
         if node is None:

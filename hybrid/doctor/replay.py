@@ -34,7 +34,7 @@ MEMORY_FLAGS = {
     "sglang": "python -m sglang.launch_server --mem-fraction-static F, so that KV and states have {} bytes",
     "hybrid": "hybrid serve --memory {}",
 }
-"""How an engine is given so many bytes."""
+"""The flag that gives an engine its bytes."""
 
 
 def replay(

@@ -278,7 +278,8 @@ class Report:
             lines.append(f'<text x="{x:.0f}" y="206" text-anchor="{anchor}" fill="#888">{amount(size)}</text>')
         for percent in (0, 50, 100):
             lines.append(f'<text x="0" y="{194 - 1.7 * percent}" fill="#888">{percent} %</text>')
-        return f'{table}<svg viewBox="0 0 360 212" font-size="12" role="img" aria-label="hit rate over memory">{"".join(lines)}</svg>'
+        label = 'role="img" aria-label="hit rate over memory"'
+        return f'{table}<svg viewBox="0 0 360 212" font-size="12" {label}>{"".join(lines)}</svg>'
 
 
 def amount(num_bytes: int) -> str:

@@ -244,7 +244,7 @@ class SglangScheduler:
             above = above.parent
 
     def _give_slots(self, count: int) -> bool:
-        """Evict states until so many slots are free: a leaf goes with its pages, of another node the state alone."""
+        """Evict states until `count` slots are free: a leaf goes with its pages, of another node the state alone."""
         while self._free_slots < count:
             node = next((node for node in self._states if not node.state_locks), None)
             if node is None:
@@ -256,7 +256,7 @@ class SglangScheduler:
         return True
 
     def _give_pages(self, count: int) -> bool:
-        """Evict leaves until so many pages are free."""
+        """Evict leaves until `count` pages are free."""
         while self._free_pages < count:
             if not self._leaves:
                 return False
