@@ -275,7 +275,7 @@ class HybridCache:
 
     # The life of a lease
 
-    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None) -> Lease | None:
         """Start a request that may use up to `limit` cached tokens. None when its memory cannot be allocated now.
 
         Block tables may change while others open, reserve or capture: read them when the memory for a pass is
@@ -284,7 +284,8 @@ class HybridCache:
         Args:
             limit: up to `len(key) - 1`, so that a token is left to compute.
             num_tokens: tokens to allocate pages for at once.
-            priority: how much its checkpoints matter, for policies that ask.
+            priority: how much its checkpoints matter among those of its tenant, for policies that ask.
+            tenant: who sends it; None: its namespace.
 
         Raises:
             ArgumentError: `limit` is negative, or leaves no token to compute, or `key` is not a `Key`.
@@ -292,24 +293,27 @@ class HybridCache:
         check_key("open", key)
         if not 0 <= integer("open: limit", limit, -MAX_INT) < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
+        return waited_for(self.begin(key, limit, num_tokens, priority, tenant), self.restores)
 
-    def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
+    def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0, tenant: str | None = None) -> Lease | None:
         """Open for a caller that needs states and no logits: all of the key may be cached.
 
         Args:
             num_tokens: tokens to allocate pages for at once.
-            priority: how much its checkpoints matter, for policies that ask.
+            priority: how much its checkpoints matter among those of its tenant, for policies that ask.
+            tenant: who sends it; None: its namespace.
         """
         check_key("open_whole", key)
-        return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
+        return waited_for(self.begin(key, len(key), num_tokens, priority, tenant), self.restores)
 
-    def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+    def begin(
+        self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None
+    ) -> Lease | None:
         """Open (`limit` may be all of the key) without waiting for a disk: while `lease.restoring` is not None,
         call `proceed`. On a GPU what was restored may be on its way: wait for `memory.uploads` before it is used."""
         self._owner.claim()
         self.pins.expire()
-        lease = self._opener.open(key, limit, num_tokens, priority)
+        lease = self._opener.open(key, limit, num_tokens, priority, tenant)
         if lease is not None and self.restores is not None:
             self.restores.begin(lease, limit)
         return lease
@@ -434,8 +438,8 @@ class HybridCache:
     def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
         it missed."""
-        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn, lease.key.namespace))
-        usage.raise_priority(lease.priority)
+        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
+        self.tree.stored_for(usage, lease.tenant or lease.key.namespace, lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.shared_node
         if node is not None and node.slot is None:
@@ -451,7 +455,7 @@ class HybridCache:
         slot = self.allocator.allocate_state()
         if slot is None:
             return None
-        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn, is_spare)
+        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn, is_spare, lease.tenant)
         lease.captured.append(checkpoint)
         return checkpoint
 
@@ -553,13 +557,15 @@ class HybridCache:
         limit = integer("donate_states: limit", limit, -MAX_INT)
         own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
         if own and self._can_be_donated(lease, lease.front_tokens, limit):
-            lease.captured.append(
-                Checkpoint(lease.front, lease.front_tokens, Kind.TURN_END, lease.priority, lease.turn)
-            )
+            lease.captured.append(self._turn_end(lease, lease.front, lease.front_tokens))
             lease.front = EMPTY_STATE
         elif lease.back is not None and self._can_be_donated(lease, lease.back_tokens, limit):
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, Kind.TURN_END, lease.priority, lease.turn))
+            lease.captured.append(self._turn_end(lease, lease.back, lease.back_tokens))
             lease.back = None
+
+    @staticmethod
+    def _turn_end(lease: Lease, slot: int, num_tokens: int) -> Checkpoint:
+        return Checkpoint(slot, num_tokens, Kind.TURN_END, lease.priority, lease.turn, tenant=lease.tenant)
 
     def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
         on_grid = 0 < num_tokens <= limit and num_tokens % self.tree.grid == 0
@@ -600,6 +606,7 @@ class HybridCache:
             page_lock=None,
             state_lock=None,
             priority=lease.priority,
+            tenant=lease.tenant,
             turn=lease.turn,
         )
         self.leases.add(copy)

@@ -67,8 +67,8 @@ class CacheConfig:
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
             None: on for CPU, off for GPU.
         seed: seed of the eviction policy's random samples.
-        priority_cap: how far the priorities of one namespace reach across to others, in steps that each double what a
-            checkpoint is worth to "lhd". 0: a request's priority weighs against requests of its own namespace only.
+        priority_cap: how far the priorities of one tenant reach across to others, in steps that each double what a
+            checkpoint is worth to "lhd". 0: a request's priority weighs against requests of its own tenant only.
         verify_contents: take a digest of each page and checkpoint when it is committed, so that `audit(contents=True)`
             can find what was changed since. Reads everything that is committed once; off, it costs nothing.
 

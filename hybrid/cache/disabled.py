@@ -27,9 +27,11 @@ class DisabledCache(HybridCache):
         """Tell whether what requests computed is kept for others: never."""
         return False
 
-    def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+    def begin(
+        self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None
+    ) -> Lease | None:
         """Open as in `HybridCache`; there is nothing to find."""
-        lease = super().begin(key, limit, num_tokens, priority)
+        lease = super().begin(key, limit, num_tokens, priority, tenant)
         if lease is not None:
             lease.explanation = cache_off(key)
         return lease

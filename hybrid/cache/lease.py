@@ -28,7 +28,8 @@ class Lease:
         block_table: its page ids in order; the tree owns `[0, num_shared)` of them, the rest are private.
         page_lock: protects the pages that the tree owns.
         state_lock: protects the matched checkpoint until the first pass has read it.
-        priority: how much its checkpoints matter, for policies that ask.
+        priority: how much its checkpoints matter among those of its tenant, for policies that ask.
+        tenant: name of who sent its request; None: its namespace.
         turn: number of turn ends before it on its path.
         lost: usage of checkpoints on its path that were evicted, or not admitted, by their number of tokens. The next
             commit enters it in the tree.
@@ -52,6 +53,7 @@ class Lease:
     page_lock: PageLock | None
     state_lock: StateLock | None
     priority: int = 0
+    tenant: str | None = None
     turn: int = 0
     lost: dict[int, NodeUsage] = field(default_factory=dict)
     hashes: KeyHashes | None = None

@@ -243,7 +243,7 @@ class Offloader:
         assert self._tree is not None
         key, end = boundary.key, boundary.num_tokens // self._page_size
         names = chain(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
-        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
+        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn)
         kind, group = boundary.kind.value, f"{boundary.kind.value} last 0"
         note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)
         if self._wants_ids:

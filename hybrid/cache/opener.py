@@ -7,7 +7,7 @@ from array import array
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
-from hybrid.checks import MAX_INT, count, integer, shown
+from hybrid.checks import MAX_INT, count, integer, shown, text
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key, check_key
 from hybrid.memory.memory import CacheMemory
@@ -37,16 +37,20 @@ class Opener:
         self._memory = memory
         self._allocator = allocator
 
-    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None) -> Lease | None:
         """See `HybridCache.open`."""
         check_key("open", key)
         limit, num_tokens = count("open: limit", limit), count("open: num_tokens", num_tokens)
         if limit > len(key):
             raise ArgumentError(f"open: limit must be up to {len(key)}, the length of the key; got {shown(limit)}")
-        held = self.hold(key, limit, num_tokens, integer("open: priority", priority, -MAX_INT))
+        priority = integer("open: priority", priority, -MAX_INT)
+        if tenant is not None:
+            text("open: tenant", tenant)
+        held = self.hold(key, limit, num_tokens)
         if held is None:
             return None
         lease, found = held
+        lease.priority, lease.tenant = priority, tenant
         try:
             self._use(lease, key, limit, found)
         except BaseException:
@@ -54,10 +58,10 @@ class Opener:
             raise
         return lease
 
-    def hold(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> tuple[Lease, Match] | None:
+    def hold(self, key: Key, limit: int, num_tokens: int) -> tuple[Lease, Match] | None:
         """Open without counting it as a request: the policy learns nothing of it."""
         found = self._tree.peek(key, limit)
-        lease = self._lease(key, limit, found, priority)
+        lease = self._lease(key, limit, found)
         self.leases.add(lease)
         opened = False
         try:
@@ -131,7 +135,7 @@ class Opener:
         lease.captured = []
         lease.front, lease.back = EMPTY_STATE, None
 
-    def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
+    def _lease(self, key: Key, limit: int, found: Match) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
         return Lease(
             key=key,
@@ -146,7 +150,6 @@ class Opener:
             num_shared=found.num_page_tokens // self._tree.page_size,
             page_lock=None,
             state_lock=None,
-            priority=priority,
         )
 
     def _use(self, lease: Lease, key: Key, limit: int, found: Match) -> None:

@@ -122,6 +122,6 @@ class Restorer:
         if boundary.past is not None:
             lease.lost.setdefault(boundary.num_tokens, boundary.past)
         kind, is_spare = boundary.kind, boundary.kind is Kind.INTERVAL
-        stored = Checkpoint(place, boundary.num_tokens, kind, boundary.priority, boundary.turn, is_spare)
+        stored = Checkpoint(place, boundary.num_tokens, kind, boundary.priority, boundary.turn, is_spare, lease.tenant)
         self._committer.adopt(lease, boundary.key, stored)
         return RestoreOutcome.RESTORED

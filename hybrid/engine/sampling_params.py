@@ -90,7 +90,9 @@ class SamplingParams:
             at the last multiple of the grid up to each. Negative positions count from the end of the prompt.
         pin_for: seconds for which the cached prefix of this request is not evicted (`math.inf`: until
             `Engine.unpin`); None: it is not pinned.
-        priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer.
+        priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer
+            than what else its tenant has there.
+        tenant: who sends this request; None: its namespace.
         scheduling_priority: of waiting requests of one namespace those with lower values start earlier.
         presence_penalty: subtracted from the logits of tokens that are in the answer so far; -2 to 2.
         frequency_penalty: subtracted from the logits of tokens once per occurrence in the answer so far; -2 to 2.
@@ -132,6 +134,7 @@ class SamplingParams:
     checkpoint_at: tuple[int, ...] | list[int] = ()
     pin_for: float | None = None
     priority: int = 0
+    tenant: str | None = None
     scheduling_priority: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -191,6 +194,7 @@ class SamplingParams:
             "checkpoint_at": _integers("checkpoint_at", self.checkpoint_at, -MAX_INT, "positions in tokens"),
             "pin_for": None if self.pin_for is None else _seconds(self.pin_for),
             "priority": _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            "tenant": _name("tenant", self.tenant, "a sender"),
             "scheduling_priority": _integer("scheduling_priority", self.scheduling_priority, -MAX_INT, MAX_INT),
         }
 
@@ -203,7 +207,7 @@ class SamplingParams:
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _texts("bad_words", self.bad_words),
             "logits_processors": _functions(self.logits_processors),
-            "adapter": _name(self.adapter),
+            "adapter": _name("adapter", self.adapter, "an adapter"),
             "structured": None if self.structured is None else _form(self.structured),
         }
 
@@ -318,10 +322,10 @@ def _bias(values: object) -> dict[int, float]:
     return checked
 
 
-def _name(value: object) -> str | None:
+def _name(name: str, value: object, of: str) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
-    raise _refuse("adapter", "the name of an adapter, or None", value)
+    raise _refuse(name, f"the name of {of}, or None", value)
 
 
 def _form(value: object) -> dict[str, Any]:

@@ -551,6 +551,7 @@ class Scheduler:
             self._cacheable(request),
             request.max_len if request.was_retracted else end,
             request.params.priority,
+            request.params.tenant,
         )
         if lease is None:
             return False

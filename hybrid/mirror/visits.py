@@ -127,9 +127,8 @@ class Visits:
         """
         tree = self._tree
         found = tree.peek(key, num_tokens)
-        usage = origin.past or tree.new_usage(origin.kind, origin.turn, key.namespace)
-        if priority:
-            usage.raise_priority(priority)
+        usage = origin.past or tree.new_usage(origin.kind, origin.turn)
+        tree.stored_for(usage, key.namespace, priority)
         only_its_own = found.num_page_tokens < num_tokens
         if found.num_tokens < num_tokens and tree.admits(usage, num_tokens, found.num_tokens, only_its_own, tails_help):
             return origin, True

@@ -212,7 +212,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
                 slot, num_tokens, arrival.kind, params.priority or 0, arrival.turn, arrival.kind is Kind.INTERVAL
             )
         elif past is None:
-            past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
+            past = self.tree.new_usage(arrival.kind, arrival.turn)
         value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
         inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes)

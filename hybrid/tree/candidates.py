@@ -36,7 +36,7 @@ SAMPLE = 48
 LARGE_SAMPLE = 256
 """The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
 
-NOT_WEIGHED = -1, 0.0, 0
+NOT_WEIGHED = -1, 0.0, 0.0, 0, 0
 """The entry of a candidate that has not been weighed yet: no group has this number."""
 
 MAX_NOTIFIED = 32
@@ -68,6 +68,7 @@ class Candidates:
         seed: of the random samples.
         pools: whether pages and checkpoints are in memories of their own: then what is evicted of one is ranked by what
             it would free of that one; and whether edges are evicted as a whole.
+        priority_cap: steps of priority that count between tenants.
 
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
@@ -77,7 +78,9 @@ class Candidates:
         reports_evictions: `evicting` does something.
     """
 
-    def __init__(self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS) -> None:
+    def __init__(
+        self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS, priority_cap: int = 0
+    ) -> None:
         self.failure: str | None = None
         self.now: int = 0
         self._moment = np.zeros((), np.int64)  # as an operand faster than a number
@@ -85,6 +88,7 @@ class Candidates:
         self._checkpoint_prices = replace(prices, page=0) if pools.apart else prices
         self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
         self._rng = Random(seed)
+        self._priority_cap = priority_cap
         self._recency_of_pages = page_recency if pools.whole_edges else recency
         self._install(policy)
 
@@ -117,7 +121,8 @@ class Candidates:
         if isinstance(policy, AgingPolicy):
             return AgingQueue(self._weigher(policy, prices), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
-            return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
+            across, own = partial(self._rank_across, prices), partial(self._rank, prices)
+            return SampledQueue(across, own, is_candidate, self._rng)
         return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
 
     def _rank_of(self, policy: Policy, is_candidate: Callable[[Node], bool]) -> Callable[[Node], float]:
@@ -299,10 +304,21 @@ class Candidates:
         if self._changed is not None:
             usage.reported_below = facts.has_below
             self._report("changed", self._changed, facts)
-        return self._value(facts) >= least[0]
+        rank, tenant = least[0], usage.tenant
+        if tenant is not None and tenant.has_priorities:
+            if least[1].usage.tenant is tenant:
+                rank = self._rank(self._checkpoint_prices, least[1])
+            else:
+                facts.across(self._priority_cap)
+        return self._value(facts) >= rank
 
     def _rank(self, prices: Prices, node: Node) -> float:
+        """The rank of a candidate among those of its tenant."""
         return self._value(Facts(node, self.now, prices))
+
+    def _rank_across(self, prices: Prices, node: Node) -> float:
+        """The rank of a candidate among those of all tenants."""
+        return self._value(Facts(node, self.now, prices).across(self._priority_cap))
 
     def _value(self, facts: Facts) -> float:
         if self.failure is not None:
@@ -317,21 +333,24 @@ class Candidates:
         self._dismiss(reason)
         return facts.last_used
 
-    def _weigher(self, policy: AgingPolicy, prices: Prices) -> Callable[[Node], tuple[int, float]]:
-        """A function for the group and the weight of a candidate."""
+    def _weigher(self, policy: AgingPolicy, prices: Prices) -> Callable[[Node], tuple[int, float, float]]:
+        """A function for the group of a candidate, and its weights: among all, and among those of its tenant."""
         weigh = policy.weigh
 
-        def weighed(node: Node) -> tuple[int, float]:
+        def weighed(node: Node) -> tuple[int, float, float]:
             if self.failure is None:
                 try:
-                    group, weight = weigh(Facts(node, self.now, prices))
-                    if not math.isnan(weight):
-                        return group, weight
+                    facts = Facts(node, self.now, prices)
+                    group, weight = own = weigh(facts)
+                    if node.usage.priority:
+                        group, weight = weigh(facts.across(self._priority_cap))
+                    if not math.isnan(weight + own[1]):
+                        return group, weight, own[1]
                     reason = "a weight is NaN"
                 except Exception as error:
                     reason = f"weigh raised {error!r}"
                 self._dismiss(reason)
-            return 0, 0.0
+            return 0, 0.0, 0.0
 
         return weighed
 
@@ -508,6 +527,7 @@ class SampledQueue(Queue):
 
     Args:
         rank: returns the present rank of a candidate, which is ranked anew whenever it is in a sample.
+        own_rank: returns its rank among the candidates of its tenant.
         is_candidate: returns whether a node may be evicted at present.
         rng: with an equal seed the same calls find the same victims.
 
@@ -515,9 +535,16 @@ class SampledQueue(Queue):
         settled: the place of each node, by its identity.
     """
 
-    def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], rng: Random) -> None:
+    def __init__(
+        self,
+        rank: Callable[[Node], float],
+        own_rank: Callable[[Node], float],
+        is_candidate: Callable[[Node], bool],
+        rng: Random,
+    ) -> None:
         super().__init__(is_candidate)
         self._rank = rank
+        self._own_rank = own_rank
         self._rng = rng
         self._nodes: list[Node] = []
         self.settled: dict[int, int] = {}
@@ -551,8 +578,9 @@ class SampledQueue(Queue):
     def is_whole(self) -> bool:
         return self.settled == {id(node): place for place, node in enumerate(self._nodes)}
 
-    def _lowest(self, sample: Iterable[Node]) -> tuple[float, Node] | None:
-        """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
+    def _lowest(self, sample: list[Node]) -> tuple[float, Node] | None:
+        """The lowest of a sample, by its tenant's own ranks if that has priorities. Nodes that are not candidates any
+        more are removed from the queue."""
         best: tuple[float, Node] | None = None
         for node in sample:
             if self._is_candidate(node):
@@ -561,6 +589,10 @@ class SampledQueue(Queue):
                     best = rank, node
             elif id(node) in self.settled:
                 self.pop(node)
+        tenant = best[1].usage.tenant if best is not None else None
+        if best is not None and tenant is not None and tenant.has_priorities:
+            own = (node for node in sample if node.usage.tenant is tenant and self._is_candidate(node))
+            best = best[0], min(own, key=self._own_rank)
         return best
 
 
@@ -574,25 +606,36 @@ class Columns:
         size: number of places.
 
     Attributes:
-        groups, weights, used, stale: the numbers of each place; `stale` is 1 for those to weigh again.
-        all_groups, all_weights, all_used, are_stale: the views.
+        groups, weights, own, used, tenants, stale: the numbers of each place: `own` are weights among candidates of the
+            same tenant, `stale` is 1 for those to weigh again.
+        all_groups, all_weights, all_own, all_used, all_tenants, are_stale: the views.
     """
 
     def __init__(self, size: int) -> None:
         self.groups: array[int] = array("q", bytes(8 * size))
         self.weights: array[float] = array("d", bytes(8 * size))
+        self.own: array[float] = array("d", bytes(8 * size))
+        self.tenants: array[int] = array("q", bytes(8 * size))
         self.used: array[int] = array("q", bytes(8 * size))
         self.stale: bytearray = bytearray(size)
         self.all_groups: Ints = np.frombuffer(self.groups, np.int64)
         self.all_weights: Floats = np.frombuffer(self.weights, np.float64)
+        self.all_own: Floats = np.frombuffer(self.own, np.float64)
+        self.all_tenants: Ints = np.frombuffer(self.tenants, np.int64)
         self.all_used: Ints = np.frombuffer(self.used, np.int64)
         self.are_stale: np.ndarray = np.frombuffer(self.stale, np.bool_)
+
+    def put(self, place: int, weighed: tuple[int, float, float, int, int]) -> None:
+        """Write the numbers of a place."""
+        self.groups[place], self.weights[place], self.own[place], self.used[place], self.tenants[place] = weighed
 
     def of(self, places: list[int], size: int) -> Columns:
         """A copy of some places, with room for `size`."""
         columns, count = Columns(size), len(places)
         columns.all_groups[:count] = self.all_groups[places]
         columns.all_weights[:count] = self.all_weights[places]
+        columns.all_own[:count] = self.all_own[places]
+        columns.all_tenants[:count] = self.all_tenants[places]
         columns.all_used[:count] = self.all_used[places]
         columns.are_stale[:count] = self.are_stale[places]
         return columns
@@ -606,7 +649,7 @@ class AgingQueue(Queue):
     therefore weighed again, and so are those of a sample that were notified of a change, or else one of all in turn.
 
     Args:
-        weigh: returns the group and the weight of a candidate.
+        weigh: returns the group of a candidate, its weight, and its weight among candidates of its tenant.
         ranks: returns the ranks of candidates of some groups, weights and requests of their last use, and the place of
             the lowest.
         is_candidate: returns whether a node may be evicted at present.
@@ -618,7 +661,7 @@ class AgingQueue(Queue):
 
     def __init__(
         self,
-        weigh: Callable[[Node], tuple[int, float]],
+        weigh: Callable[[Node], tuple[int, float, float]],
         ranks: Callable[[Ints, Floats, Ints], tuple[Floats, int]],
         is_candidate: Callable[[Node], bool],
         rng: Random,
@@ -632,7 +675,7 @@ class AgingQueue(Queue):
         self._nodes: list[Node] = []
         self.settled: dict[int, int] = {}
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
-        self._weighed: list[tuple[int, float, int]] = []  # group, weight, and request of the last use: as in columns
+        self._weighed: list[tuple[int, float, float, int, int]] = []  # group, weights, last use, tenant: as in columns
         self._columns = Columns(self._compact_at + 1)
         self._sampled = Columns(LARGE_SAMPLE)
         self._scaled, self._size = np.zeros(LARGE_SAMPLE), np.zeros(())
@@ -679,7 +722,7 @@ class AgingQueue(Queue):
             self.settled[id(last)] = place
             columns.stale[place] = columns.stale[len(self._nodes)]
             if weighed is not NOT_WEIGHED:
-                columns.groups[place], columns.weights[place], columns.used[place] = weighed
+                columns.put(place, weighed)
 
     def is_whole(self) -> bool:
         places = {id(node): place for place, node in enumerate(self._nodes)}
@@ -723,11 +766,30 @@ class AgingQueue(Queue):
                 weights.take(places, None, sampled.all_weights, "clip"),
                 used.take(places, None, sampled.all_used, "clip"),
             )
-        found: tuple[float, Node] | None = None
-        while True:
-            rank, place = ranks.item(at), at if places is None else places.item(at)
-            if rank == math.inf:
-                break
+        found = self._first(ranks, at, places, weights, weighed, gone)
+        if found is not None and (tenant := found[1].usage.tenant) is not None and tenant.has_priorities:
+            among = np.arange(size) if places is None else places
+            among = among[columns.all_tenants[among] == tenant.number]
+            ranks, at = self._ranks(groups[among], columns.all_own[among], used[among])
+            own = self._first(ranks, at, among, columns.all_own, weighed, gone)
+            found = found[0], own[1] if own is not None else found[1]
+        for node in gone.values():
+            self.pop(node)
+        return found
+
+    def _first(
+        self, ranks: Floats, at: int, places: Ints | None, weights: Floats, weighed: set[int], gone: dict[int, Node]
+    ) -> tuple[float, Node] | None:
+        """The lowest, at `at` as it seems, of the candidates at some places, None: all, weighed again; with its rank.
+
+        Args:
+            weights: of all places, by which they are ranked.
+            weighed: places that were weighed again.
+            gone: receives nodes that are not candidates any more, by their place.
+        """
+        groups, used = self._columns.all_groups, self._columns.all_used
+        while (rank := ranks.item(at)) != math.inf:
+            place = at if places is None else places.item(at)
             node = self._nodes[place]
             if place in gone or not self._is_candidate(node):
                 gone[place] = node
@@ -737,23 +799,21 @@ class AgingQueue(Queue):
                 one = slice(place, place + 1)
                 rank = self._ranks(groups[one], weights[one], used[one])[0].item()
             else:
-                found = rank, node
-                break
+                return rank, node
             ranks[at if places is None else places == place] = rank
             at = int(ranks.argmin())
-        for node in gone.values():
-            self.pop(node)
-        return found
+        return None
 
     def _renew(self, place: int, node: Node) -> bool:
         """Weigh a candidate again. Returns whether something has changed."""
-        group, weight = self._weigh(node)
-        weighed, columns = (group, weight, node.usage.used_at), self._columns
+        usage = node.usage
+        weighed = (*self._weigh(node), usage.used_at, usage.tenant.number if usage.tenant is not None else 0)
+        columns = self._columns
         columns.stale[place] = 0
         if weighed == self._weighed[place]:
             return False
         self._weighed[place] = weighed
-        columns.groups[place], columns.weights[place], columns.used[place] = weighed
+        columns.put(place, weighed)
         return True
 
     def _compact(self) -> None:

@@ -28,17 +28,17 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # that of an enumeration is slow, and classes of checkpoints are looked up by it
 
 
-@dataclass(slots=True)
-class Priorities:
-    """The priorities of a namespace.
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Tenant:
+    """A sender of requests, whose priorities weigh among its own checkpoints.
 
     Attributes:
-        cap: steps of priority by which its checkpoints may outweigh those of other namespaces.
-        highest: the highest that a request of the namespace gave, 0 at least.
+        number: unique in its tree.
+        has_priorities: a request of it gave a priority other than 0.
     """
 
-    cap: int
-    highest: int = 0
+    number: int
+    has_priorities: bool = False
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class NodeUsage:
         kind: why its checkpoint was put there.
         used_at: number of requests that had come when it was last used.
         stored_at: number of requests that had come when its checkpoint was stored.
-        priority: the highest that a request gave it.
-        priorities: those of its namespace; None: it is compared with no other.
+        priority: the highest that a request of its tenant gave it.
+        tenant: whose request stored it; None: none has stored a checkpoint.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
         reported_below: whether something continued from it by the last report to the policy; None: there was none, or
@@ -72,16 +72,17 @@ class NodeUsage:
     priority: int = 0
     turn: int = 0
     notes: Any = None
-    priorities: Priorities | None = None
+    tenant: Tenant | None = None
     reported_below: bool | None = None
     pages_used: int = 0
     cut_at: int = 0
 
-    def raise_priority(self, priority: int) -> None:
-        """A request gives the checkpoint a priority."""
+    def stored_for(self, tenant: Tenant, priority: int) -> None:
+        """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""
+        if self.tenant is not tenant:
+            self.tenant, self.priority = tenant, priority
         self.priority = max(self.priority, priority)
-        if self.priorities is not None:
-            self.priorities.highest = max(self.priorities.highest, priority)
+        tenant.has_priorities |= priority != 0
 
 
 NAME_BYTES = 16
@@ -332,6 +333,7 @@ class Checkpoint(NamedTuple):
         turn: number of turn ends before it on its path.
         is_spare: it was put there only because memory was free: until a request has used it, it is evicted before all
             others.
+        tenant: name of the sender of its request; None: its namespace.
     """
 
     slot: SlotValue
@@ -340,6 +342,7 @@ class Checkpoint(NamedTuple):
     priority: int = 0
     turn: int = 0
     is_spare: bool = False
+    tenant: str | None = None
 
 
 class Inserted(NamedTuple):
@@ -357,18 +360,13 @@ class Inserted(NamedTuple):
 
 
 class Root(Node):
-    """The empty prefix of a namespace. Owns nothing.
+    """The empty prefix of a namespace. Owns nothing."""
 
-    Attributes:
-        priorities: of the namespace, for as long as it holds something.
-    """
+    __slots__ = ("namespace",)
 
-    __slots__ = ("namespace", "priorities")
-
-    def __init__(self, namespace: str, usage: NodeUsage, priorities: Priorities) -> None:
+    def __init__(self, namespace: str, usage: NodeUsage) -> None:
         super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
         self.namespace: str = namespace
-        self.priorities: Priorities = priorities
 
 
 class EvictedCheckpoint(NamedTuple):

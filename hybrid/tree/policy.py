@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hybrid.checks import MAX_INT
 from hybrid.tree.node import Kind, Node, NodeUsage
 from hybrid.units import Prices
 
@@ -39,9 +40,9 @@ class Facts:
         age: requests since its last use, or since it was stored.
         hits: number of requests that resumed from it.
         turn: number of turn ends before it on its path: the number of its turn in a conversation.
-        priority: the highest that a request gave it; 0 by default.
-        priority_weight: how many times as much it is worth for its priority: twice as much for each step within its
-            namespace, and up to `CacheConfig.priority_cap` steps in comparison with other namespaces.
+        priority: the highest that a request of its tenant gave it, 0 by default. Where it is compared with checkpoints
+            of other tenants, `CacheConfig.priority_cap` at most.
+        priority_weight: how many times as much it is worth for its priority: twice as much for each step.
         created, last_used: ticks of a clock that advances with every insert and use; `last_used` is 0 for a spare
             checkpoint that no request has used yet.
         num_tokens: number of tokens from the start of the prompt to the checkpoint.
@@ -55,7 +56,17 @@ class Facts:
             the checkpoint is remembered.
     """
 
-    __slots__ = ("_bytes_freed", "_has_below", "_node", "_prices", "_tokens_saved", "_usage", "now", "num_tokens")
+    __slots__ = (
+        "_bytes_freed",
+        "_has_below",
+        "_node",
+        "_prices",
+        "_priority_cap",
+        "_tokens_saved",
+        "_usage",
+        "now",
+        "num_tokens",
+    )
 
     _tokens_saved: int
     _bytes_freed: int
@@ -65,6 +76,7 @@ class Facts:
         self._node: Node | None = node
         self._usage = node.usage
         self._prices = prices
+        self._priority_cap = MAX_INT
         self.now: int = now
         self.num_tokens: int = node.end
 
@@ -82,10 +94,16 @@ class Facts:
         facts = cls.__new__(cls)
         facts._node = None
         facts._usage = usage
+        facts._priority_cap = MAX_INT
         facts.now = now
         facts.num_tokens = num_tokens
         facts._tokens_saved, facts._bytes_freed, facts._has_below = tokens_saved, bytes_freed, has_below
         return facts
+
+    def across(self, priority_cap: int) -> Facts:
+        """The same object, as it is compared with checkpoints of other tenants from now on."""
+        self._priority_cap = priority_cap
+        return self
 
     @property
     def kind(self) -> Kind:
@@ -105,16 +123,11 @@ class Facts:
 
     @property
     def priority(self) -> int:
-        return self._usage.priority
+        return min(self._usage.priority, self._priority_cap)
 
     @property
     def priority_weight(self) -> float:
-        """The most important checkpoints of a namespace weigh as much as those of others, or up to the cap more; the
-        rest of the namespace weighs less by as many steps as its priority is lower."""
-        usage = self._usage
-        steps, priorities = usage.priority, usage.priorities
-        if priorities is not None and priorities.highest:
-            steps += min(priorities.highest, priorities.cap) - priorities.highest
+        steps = self.priority
         return 2.0 ** max(-MAX_STEPS, min(MAX_STEPS, steps)) if steps else 1.0
 
     @property

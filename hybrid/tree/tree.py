@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count, islice
+from weakref import WeakValueDictionary
 
 from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
@@ -42,10 +43,10 @@ from hybrid.tree.node import (
     NodeUsage,
     PageLock,
     PrefixHistory,
-    Priorities,
     Released,
     Root,
     StateLock,
+    Tenant,
 )
 from hybrid.tree.policy import Policy
 from hybrid.tree.pools import INTEGERS, PageValues, Pools
@@ -69,7 +70,7 @@ class Tree:
         prices: bytes of a page and of a checkpoint, for policies that use them.
         max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
         seed: seed of the random samples of candidates.
-        priority_cap: steps of priority by which checkpoints may outweigh those of other namespaces.
+        priority_cap: steps of priority that count in comparison with checkpoints of other tenants.
         pools: what pages and checkpoints are.
 
     Attributes:
@@ -77,6 +78,7 @@ class Tree:
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
+        tenants: by their names, those of which a checkpoint, stored or remembered, is known.
         lock_pages, lock_state, pin, unlock: those of `locks`.
 
     One thread owns a tree.
@@ -99,10 +101,11 @@ class Tree:
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
-        self.candidates: Candidates = Candidates(policy, prices, seed, pools)
+        self.candidates: Candidates = Candidates(policy, prices, seed, pools, priority_cap)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self._priority_cap = priority_cap
+        self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
+        self._tenant_numbers = count(1)
         self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
         self.lock_pages: Callable[..., PageLock] = self.locks.lock_pages
@@ -366,7 +369,7 @@ class Tree:
         cut_tick, tick = next(self._ticks) if self._pools.whole_edges else 0, next(self._ticks)
         root = forest.roots.get(key.namespace)
         if root is None:
-            root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
+            root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now))
         start = below if below is not None and below.end <= num_tokens else root
         node, offset = descend(key.ids, start, end, self._page_bytes)
         num_existing, is_new = offset // TOKEN_BYTES, offset < end
@@ -385,11 +388,11 @@ class Tree:
             if checkpoint is not None:
                 if adopted:
                     self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-                node.usage.priorities = root.priorities
-                if checkpoint.priority:
-                    node.usage.raise_priority(checkpoint.priority)
+                tenant = self._tenant(checkpoint.tenant or key.namespace)
+                if adopted or node.usage.tenant is tenant:
+                    node.usage.stored_for(tenant, checkpoint.priority)
             elif past is not None and node.slot is None and not node.lost_checkpoint:
-                self._note_lost(node, past, root.priorities)
+                self._note_lost(node, past)
         except BaseException:
             if lower is not None and lower.parent is not None:
                 forest.join(lower.parent)
@@ -450,11 +453,9 @@ class Tree:
         if self.candidates.reports_entries:
             self.candidates.entered(node)
 
-    def _note_lost(self, node: Node, past: NodeUsage, priorities: Priorities) -> None:
+    def _note_lost(self, node: Node, past: NodeUsage) -> None:
         """A node has lost a checkpoint, or one was not admitted there."""
         node.usage, node.lost_checkpoint = past, True
-        past.priorities = priorities
-        past.raise_priority(past.priority)
         self.candidates.entered(node)
 
     def renew(self, node: Node) -> None:
@@ -462,11 +463,19 @@ class Tree:
         node.usage.last_used = next(self._ticks)
         self.candidates.renewed(node)
 
-    def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
+    def new_usage(self, kind: Kind, turn: int) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
-        root = self.forest.roots.get(namespace)
-        priorities = root.priorities if root is not None else Priorities(self._priority_cap)
-        return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn, priorities=priorities)
+        return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn)
+
+    def stored_for(self, usage: NodeUsage, tenant: str, priority: int) -> None:
+        """A request of a tenant would store a checkpoint of this usage, with a priority."""
+        usage.stored_for(self._tenant(tenant), priority)
+
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            tenant = self.tenants[name] = Tenant(next(self._tenant_numbers))
+        return tenant
 
     def admits(self, usage: NodeUsage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
         """Return whether a checkpoint that is not stored yet is worth more than what would be evicted for it.

@@ -16,6 +16,7 @@ from hybrid.engine.constraints import Constraints, Edits
 from hybrid.engine.sampler import NO_TOKEN, choose
 from hybrid.models.loading import open_checkpoint
 from hybrid.prompts.encode import load_tokenizer
+from hybrid.tree.node import Tenant
 from support.engines import (
     GRID,
     answer,
@@ -290,6 +291,18 @@ def test_of_one_namespace_lower_priorities_start_earlier(tiny: Engine) -> None:
     ended = list(run_to_end(engine))
     assert [order[name] for name in ended if order[name][0] == "a"] == [("a", -1), ("a", 0), ("a", 5), ("a", 5)]
     assert [order[name] for name in ended].index(("b", 9)) <= 1  # the other client has its turn
+
+
+def test_what_a_request_leaves_is_its_tenants_and_without_one_its_namespaces(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    for seed, (namespace, tenant, priority) in enumerate([("a", None, 0), ("a", "x", 3), ("b", "x", 0), ("b", "a", 0)]):
+        answer(engine, ids(2 * GRID + 5, seed=seed), greedy(2, tenant=tenant, priority=priority), namespace=namespace)
+    tenants: dict[str, set[Tenant | None]] = {"a": set(), "b": set()}
+    for namespace, node in engine.cache.tree.nodes():
+        if node.slot is not None:
+            tenants[namespace].add(node.usage.tenant)
+    assert tenants["a"] == tenants["b"], "a tenant is the same in all namespaces"
+    assert sorted(tenant.has_priorities for tenant in tenants["a"] if tenant is not None) == [False, True]
 
 
 # The checkpoint's own settings

@@ -98,6 +98,8 @@ LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
         ("priority", 10**400),
         ("priority", 0.5),
         ("priority", True),
+        ("tenant", ""),
+        ("tenant", 3),
         ("pin_for", 10**400),
         ("pin_for", 2e9),
         ("pin_for", 0),

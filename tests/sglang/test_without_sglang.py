@@ -324,7 +324,7 @@ def test_requests_come_by_the_weight_of_what_they_share() -> None:
     for text in ("a", "b", "ac", "ad"):
         ids = [*map(ord, text)]
         nodes[text] = tree.insert(
-            Key.of(ids), len(ids), [next(pages) for _ in ids], None, None, tree.new_usage("branch", 0, "")
+            Key.of(ids), len(ids), [next(pages) for _ in ids], None, None, tree.new_usage("branch", 0)
         ).node
     asked = ["b", "ad", "", "ac", "a", "ac", "ac"]
     ordered = [asked[place] for place in dfs_weight_order([nodes[text] for text in asked])]

@@ -22,9 +22,9 @@ class Case:
         for node in self.nodes:
             self.queue.push(node, renewed=False)
 
-    def weigh(self, node: Node) -> tuple[int, float]:
+    def weigh(self, node: Node) -> tuple[int, float, float]:
         self.num_weighed += 1
-        return 0, self.weights[id(node)]
+        return 0, self.weights[id(node)], self.weights[id(node)]
 
     def ranks(self, groups: Ints, weights: Floats, used: Ints) -> tuple[Floats, int]:
         return weights.copy(), int(weights.argmin())

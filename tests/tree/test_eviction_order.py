@@ -45,7 +45,7 @@ def test_what_is_no_candidate_any_more_leaves_a_queue_that_looks_at_samples() ->
     """Though a sample, drawn with replacement, has some of them more than once."""
     nodes = [node(tick) for tick in range(8 * SAMPLE)]
     live = set(nodes[::7])
-    queue = SampledQueue(recency, live.__contains__, Random(0))
+    queue = SampledQueue(recency, recency, live.__contains__, Random(0))
     for one in nodes:
         queue.push(one, renewed=False)
     for _ in range(100):

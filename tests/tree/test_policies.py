@@ -384,7 +384,7 @@ def test_a_checkpoint_worth_as_much_as_what_would_be_evicted_for_it_is_admitted(
     worth = {"stored": 1.0, "new": 1.0}
     case = Case(Ranked(lambda facts: worth["stored" if facts.is_live else "new"]))
     case.add("ab")
-    usage = case.tree.new_usage(Kind.BRANCH, 0, "")
+    usage = case.tree.new_usage(Kind.BRANCH, 0)
     assert case.tree.admits(usage, 2, 0, only_its_own=False, tails_help=False)
     worth["new"] = 0.999
     assert not case.tree.admits(usage, 2, 0, only_its_own=False, tails_help=False)
