@@ -30,7 +30,6 @@ def run(hit_rate: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: st
     return {**line["details"], "hit": line["value"]}
 
 
-@pytest.mark.usefixtures("untraced")  # audits of a memory without end
 def test_a_trace_is_counted_to_the_token(
     hit_rate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,7 +37,7 @@ def test_a_trace_is_counted_to_the_token(
     first = list(range(150))
     turns = [(first, [7] * 50), (first + [7] * 50 + [8] * 100, [9] * 10), (first[:100] + [3] * 100, [4])]
     trace = write(tmp_path / "chat.jsonl", turns)
-    result = run(hit_rate, capsys, "--trace", trace, "--budget-gb", "inf", "--geometry", "qwen35_4b", "--audit")
+    result = run(hit_rate, capsys, "--trace", trace, "--budget-gb", "1", "--geometry", "qwen35_4b", "--audit")
     assert result["requests"] == 3
     assert result["hit"] == round(100 * (0 + 192 + 64) / (150 + 300 + 200), 2)
 

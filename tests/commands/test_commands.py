@@ -101,7 +101,7 @@ def test_logits_that_are_off_are_noticed() -> None:
     assert not parity.compare_logits("off", off, theirs).passed
 
 
-STRESS = ("stress", "--no-model", "--no-signals", "--operations", "1500")
+STRESS = ("stress", "--no-model", "--no-signals", "--operations", "1000")
 
 
 def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
 
 
 @pytest.mark.usefixtures("untraced")  # thousands of operations by the lines of the test before
-@pytest.mark.parametrize("seed", [36, 52])
+@pytest.mark.parametrize("seed", [52])
 def test_stress_with_copies_on_disk_and_files_that_fail(seed: int) -> None:
     report = stress.run_stress(None, seed, 0, 2500, progress=False, audit_every=50)
     assert report.passed, report
@@ -176,7 +176,7 @@ def test_stress_notices_outputs_that_are_lost(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("seed", [2, 3])  # even: deterministic mode; odd: the other
 def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
-    report = stress.run_stress(TINY, seed, 0, 250, progress=False)
+    report = stress.run_stress(TINY, seed, 0, 120, progress=False)
     assert report.passed
     assert report.checked_checkpoints > 0
 
@@ -184,7 +184,7 @@ def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
 @pytest.mark.usefixtures("untraced")  # the lines of the test before
 @pytest.mark.parametrize("seed", [8, 9])  # both modes, with a drafter that lies
 def test_stress_on_the_model_in_bfloat16_is_clean(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("stress", "--dtype", "bfloat16", "--no-signals", "--operations", "80", "--seed", str(seed))
+    arguments = ("stress", "--dtype", "bfloat16", "--no-signals", "--operations", "50", "--seed", str(seed))
     status, report = run_json(capsys, *arguments)
     assert status == 0, report
     assert report["checked_checkpoints"] > 0

@@ -14,7 +14,9 @@ from hybrid.commands import parity
 from hybrid.commands.parity import Judge, KnownAnswers
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
+from support.checkpoints import random_model, text_config, write_checkpoint
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
+from support.small_passes import SIZES
 
 KEPT = ("int8", "fp8")
 ROOT = Path(__file__).parents[2]
@@ -105,8 +107,9 @@ def answers(checkpoint: Path, kv_dtype: str) -> list[RequestOutput]:
     return [answer(engine, list(range(5, 22)), greedy(2, logprobs=1)) for _ in range(2)]
 
 
-def test_the_gpu_kernels_give_the_same_answers(checkpoint: Path) -> None:
+def test_the_gpu_kernels_give_the_same_answers(tmp_path: Path) -> None:
     """Interpreted, in a process whose kernels are chosen anew."""
+    checkpoint = write_checkpoint(tmp_path, random_model(text_config(**SIZES)))
     with ProcessPoolExecutor(1, get_context("spawn"), set_triton) as process:
         interpreted = process.submit(answers, checkpoint, "fp8").result()
     for found, expected in zip(interpreted, answers(checkpoint, "fp8"), strict=True):

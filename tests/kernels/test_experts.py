@@ -118,11 +118,9 @@ def test_every_row_meets_its_experts_and_nobody_elses(
     torch.testing.assert_close(combined.double(), exact, **bounds)
 
 
-@pytest.mark.usefixtures("untraced")  # the lines of one row, many times
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_by_columns", [True, False])
+@pytest.mark.parametrize(("dtype", "is_by_columns"), [(DTYPES[0], True), (DTYPES[-1], False)])
 def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(dtype: torch.dtype, is_by_columns: bool) -> None:
-    rows, inner, columns = 120, 48, 40
+    rows, inner, columns = 60, 48, 40
     x, choice, shares = random(rows, inner, dtype=dtype), chosen(rows), random(rows, TOP, seed=4).softmax(-1)
     weight = random(EXPERTS, columns, inner, seed=1, dtype=dtype)
     weight = by_columns(weight) if is_by_columns else weight
@@ -133,7 +131,7 @@ def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(dtype: torch.
         return kernels.combine_experts(y, places, shares[which])
 
     decoded, prompt = run(list(range(rows)), 0), run(list(range(rows)), rows)
-    for which in ([0], [7, 3], list(range(20, 61)), list(range(rows - 1, -1, -1))):
+    for which in ([0], [7, 3], list(range(20, 41)), list(range(rows - 1, -1, -1))):
         assert same_bits(run(which, 0), decoded[which])
         assert same_bits(run(which, len(which)), prompt[which])
     mixed = run(list(range(50)), 20)

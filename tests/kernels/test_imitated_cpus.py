@@ -1,7 +1,7 @@
 """The promised bits on other CPUs than the one at hand: libraries are asked to take the code that they have for those,
 and Numba to compile for them.
 
-Which settings of libraries change something depends on the machine. Those that do not are not counted.
+Which settings of libraries change something depends on the machine.
 """
 
 import json
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,25 @@ from hybrid.commands.random_checkpoints import write_random_checkpoint
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "imitated.py"
 
+HERE = "this CPU"
+
 SETTINGS: dict[str, dict[str, str]] = {
-    "no vectors in torch": {"ATEN_CPU_CAPABILITY": "default"},
-    "AVX2 in torch": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "MKL for any CPU": {"MKL_CBWR": "COMPATIBLE"},
-    "MKL for AVX2": {"MKL_CBWR": "AVX2"},
-    "MKL with SSE": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    "MKL with AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "oneDNN with SSE": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "OpenBLAS for Prescott": {"OPENBLAS_CORETYPE": "Prescott"},
-    "OpenBLAS for Nehalem": {"OPENBLAS_CORETYPE": "Nehalem"},
-    "an old CPU": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OPENBLAS_CORETYPE": "Prescott"},
-    "a newer CPU": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "OPENBLAS_CORETYPE": "Sandybridge"},
+    "an old CPU": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_CBWR": "COMPATIBLE",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "OPENBLAS_CORETYPE": "Prescott",
+    },
+    "a CPU with AVX2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_CBWR": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OPENBLAS_CORETYPE": "Haswell",
+    },
 }
+"""Of each library: no promised bit comes from one, so that all may change at once."""
+
+THREADS = {HERE: (1, 2), "an old CPU": (1,), "a CPU with AVX2": (2,)}
 FAMILIES = {1: "qwen3_5_text, odd sizes", 2: "qwen3_next, odd sizes"}
 """The checkpoint by number of threads."""
 
@@ -42,7 +47,8 @@ TARGETS: dict[str, dict[str, str]] = {
     "a CPU with AVX2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"},
 }
 
-MIN_DIFFERENT = 6
+ENGINE = {"a CPU without AVX2"}
+"""Targets on which hits of an engine are checked, too: a minute each, in which all of its operations are compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 VARIABLES = {variable for settings in SETTINGS.values() for variable in settings}
-HERE = "this CPU"
 
 
 def run(settings: Mapping[str, str], threads: int, *arguments: str) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def results(checkpoints: dict[int, str]) -> Results:
     return found
 
 
-@pytest.mark.parametrize(("name", "threads"), [(HERE, 1), (HERE, 2), *zip(SETTINGS, cycle((1, 2)), strict=False)])
+@pytest.mark.parametrize(("name", "threads"), [(name, count) for name, counts in THREADS.items() for count in counts])
 def test_bits_do_not_depend_on_the_batch(name: str, threads: int, results: Results) -> None:
     found = results(name, threads)
     if name != HERE and found["plain"] == results(HERE, threads)["plain"]:
@@ -100,13 +105,11 @@ def test_bits_do_not_depend_on_the_batch(name: str, threads: int, results: Resul
 def test_what_is_compiled_for_other_cpus_has_the_bits_of_this_one(
     name: str, checkpoints: dict[int, str], results: Results
 ) -> None:
-    found = run(TARGETS[name], 1, checkpoints[1], "another")
+    found = run(TARGETS[name], 1, checkpoints[1] if name in ENGINE else "", "another")
     assert found["broken"] == []
     assert found["compiled"] == results(HERE, 1)["compiled"]
     assert found["wrong"] == []
 
 
-def test_enough_settings_change_the_code_that_runs(results: Results) -> None:
-    settings = dict(zip(SETTINGS, cycle((1, 2)), strict=False))
-    different = [name for name, on in settings.items() if results(name, on)["plain"] != results(HERE, on)["plain"]]
-    assert len(different) >= MIN_DIFFERENT, different
+def test_a_setting_changes_the_code_that_runs(results: Results) -> None:
+    assert results("an old CPU", 1)["plain"] != results(HERE, 1)["plain"]

@@ -45,8 +45,8 @@ def with_image(seed: int, start: int = 3, count: int = 1, length: int = 40) -> I
 
 
 @pytest.mark.usefixtures("untraced")  # thousands of keys by the same lines
-@pytest.mark.parametrize(("start", "count"), [(PAGE - 1, 200_000), (3, 10_000), (0, 10_000)])
-def test_200_000_images_of_one_position_have_200_000_keys(start: int, count: int) -> None:
+@pytest.mark.parametrize(("start", "count"), [(PAGE - 1, 50_000), (3, 10_000), (0, 10_000)])
+def test_images_of_one_position_have_keys_of_their_own(start: int, count: int) -> None:
     """With 31 bits per position, 65,165 contents had a collision. It is in every page with a part of the image that
     keys must differ: the tree shares page by page."""
     prompt = [PAD] * PAGE

@@ -56,9 +56,10 @@ def grown(answers: dict[tuple[int, ...], list[int]], seed: int, right: float = 1
     return Scripted(script)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("right", [1.0, 0.7])
-@pytest.mark.parametrize("max_drafts", [7, GRID + 3])
+@pytest.mark.parametrize(
+    ("params", "right", "max_drafts"),
+    [(GREEDY, 1.0, GRID + 3), (GREEDY, 0.7, 7), (SAMPLED, 1.0, 7), (SAMPLED, 0.7, GRID + 3)],
+)
 def test_trees_change_neither_tokens_nor_bits(
     tiny: Engine, params: SamplingParams, right: float, max_drafts: int
 ) -> None:

