@@ -38,7 +38,7 @@ from hybrid.engine.request_builder import RequestBuilder, check_request_id, para
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
-from hybrid.engine.step_loop import StepLoop
+from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
@@ -154,16 +154,12 @@ class Engine:
         captures = runner is None and loaded.device.type == "cpu" and is_captured(loaded, self.config)
         drafting = make_drafting(self.speculation, loaded, cache, self.config, self.deterministic, captures)
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
-        # on a CPU, where other threads compute while the next step is scheduled
-        overlap = True if self.config.overlap is None and loaded.device.type == "cuda" else self.config.overlap
-        steps = self._steps = StepLoop(
-            cache,
-            self.scheduler,
-            runner or model_runner(loaded, cache, self.config, self.deterministic, self.speculation),
-            self.config,
-            end_tokens=loaded.end_tokens,
-            overlap=overlap,
-        )
+        if runner is None:
+            runner = model_runner(loaded, cache, self.config, self.deterministic, self.speculation)
+        common = (cache, self.scheduler, runner, self.config, loaded.end_tokens)
+        always = self.config.overlap is True or loaded.device.type == "cuda"
+        steps: StepLoop = PlainLoop(*common) if self.config.overlap is False else OverlapLoop(*common, always=always)
+        self._steps = steps
         self.adapters: Adapters = Adapters(
             loaded.model,
             self.config.adapter_bytes,

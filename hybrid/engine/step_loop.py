@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,8 +70,9 @@ class Launched:
         self.parts = [part for part in self.parts if not part.num_unknown or part.request not in requests]
 
 
-class StepLoop:
-    """Runs the requests of an engine, step by step.
+class StepLoop(ABC):
+    """Runs the requests of an engine, step by step: what both loops have, and what holds when a step fails. The
+    steps themselves are those of `PlainLoop` and `OverlapLoop` below.
 
     Args:
         cache: what requests share.
@@ -78,9 +80,6 @@ class StepLoop:
         runner: computes the steps.
         config: limits of requests and steps.
         end_tokens: tokens that end an answer.
-        overlap: launch the next step before the results of this one are waited for. Not where it may have drafts: they
-            follow the last token. None: where other threads compute this one, unless the next may have prompts, which
-            no other thread computes.
 
     Attributes:
         runner: as given.
@@ -95,9 +94,7 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         config: EngineConfig,
-        *,
         end_tokens: frozenset[int],
-        overlap: bool | None,
     ) -> None:
         self.runner: Runner = runner
         self.requests: dict[str, Request] = {}
@@ -107,8 +104,6 @@ class StepLoop:
         self._scheduler = scheduler
         self._config = config
         self._end_tokens = end_tokens
-        self._overlap = overlap
-        self._next: Launched | None = None
         self._latest_results = 0.0
         self._bisector = FailureBisector()
         self._recovery = Recovery(cache, scheduler, self.requests)
@@ -211,7 +206,7 @@ class StepLoop:
                     self.abort(request_id)
                 for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
                     self._scheduler.discard(replay)
-                self._next = None
+                self.forget()
                 self.runner = ClosedRunner()
                 while self._cache.expire_next_pin():
                     pass
@@ -234,60 +229,24 @@ class StepLoop:
             self.work()
 
     def advance(self) -> None:
-        """One step: schedule, plan, launch, commit, deliver.
-
-        With overlap the next step is launched before the results of this one are waited for: its pass takes the tokens
-        on the device. Until its results are there, a failure undoes a step for all its requests (`_guard`); after that
-        it ends one request. A launch ahead that fails is a failure of that step alone.
-        """
-        drafting = self._scheduler.drafting
+        """One step. Until its results are there, a failure undoes it for all its requests (`_guard`); after that it
+        ends one request."""
         with self._guard() as guard:
-            if drafting is not None:
-                drafting.begin()
-            launched = self._under_way(guard) or self._launch(guard)
-            if launched is None:
-                if not self._scheduler.restoring:
-                    self._bisector.passed([])
-                    return
-                with guard.interruptible():  # nothing else can be computed now
-                    self._scheduler.restoring.wait(MAX_IDLE)
-                return
-            failure = self._launch_next(guard, launched)
-            with guard.interruptible():
-                results = dict(zip(map(id, launched.step.parts), launched.pending.wait(), strict=True))
-            guard.keep_on_failure(launched.step)
-            self._note_time(launched)
-            if self._next is not None:
-                self._next.drop({part.request for part in launched.parts if results[id(part)].is_late}, self._scheduler)
-            for part in launched.parts:
-                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
-                    continue
-                try:
-                    if not results[id(part)].is_finite and self._start_cold(part):
-                        continue
-                    self._take(part, results[id(part)])
-                    self._deliver(part, results[id(part)])
-                except BaseException as error:
-                    guard.failed(part.request, error)
-                    self._reset_if_inconsistent(error)
-            self._was_emptied = False
-            self.meter.stepped()
-            if drafting is not None:
-                drafting.timed(launched.step)
-            self._bisector.passed(launched.parts)
-            if failure is not None:
-                raise failure
+            if self._scheduler.drafting is not None:
+                self._scheduler.drafting.begin()
+            self.step(guard)
 
-    def _under_way(self, guard: StepGuard) -> Launched | None:
-        """The step that was launched ahead, if a request of it still runs."""
-        launched, self._next = self._next, None
-        if launched is None or all(part.request.status is Status.FINISHED for part in launched.parts):
-            return None
-        guard.undo_on_failure(launched.step)
-        return launched
+    @abstractmethod
+    def step(self, guard: StepGuard) -> None:
+        """Schedule, plan, launch, commit, deliver."""
+
+    @abstractmethod
+    def forget(self, request: Request | None = None) -> None:
+        """Forget what was launched ahead of a request, or of all: they start again, or have ended."""
 
     def _launch(self, guard: StepGuard, before: Launched | None = None) -> Launched | None:
-        """Schedule a step, and launch it after the one that is under way. None: there is nothing to compute now."""
+        """Schedule a step, plan it, and launch it after the one that is under way. None: there is nothing to compute
+        now."""
         expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_ONE
         try:
             step = self._scheduler.schedule(self._bisector.group, expected)
@@ -303,28 +262,40 @@ class StepLoop:
             pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
         return Launched(step, self._scheduler.advance(step), pending, started)
 
-    def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
-        """With overlap launch the step after one that was launched. Returns why that failed."""
-        if not self._launches_ahead or self._bisector.group is not None:
-            return None
-        if any(part.samples and part.request.forks for part in launched.parts):
-            return None  # the other answers begin with a copy of the state, which the next pass would change
-        if self._scheduler.drafting is not None and self._scheduler.drafting.awaits(launched.parts):
-            return None
-        try:
-            self._next = self._launch(guard, launched)
-        except Exception as error:
-            if guard.was_interrupted:
-                raise
-            return error
-        return None
+    def _wait_for_restores(self, guard: StepGuard) -> None:
+        """Nothing can be computed now."""
+        if not self._scheduler.restoring:
+            self._bisector.passed([])
+            return
+        with guard.interruptible():
+            self._scheduler.restoring.wait(MAX_IDLE)
 
-    @property
-    def _launches_ahead(self) -> bool:
-        """Whether the next step is launched before the results of this one are waited for."""
-        if self._overlap is not None:
-            return self._overlap
-        return self._cache.memory.in_flight.is_under_way and not self._scheduler.may_prefill
+    def _wait(self, guard: StepGuard, launched: Launched) -> dict[int, Result]:
+        """The results of a step, by `id` of the part. From now on it is not undone."""
+        with guard.interruptible():
+            results = dict(zip(map(id, launched.step.parts), launched.pending.wait(), strict=True))
+        guard.keep_on_failure(launched.step)
+        self._note_time(launched)
+        return results
+
+    def _finish(self, guard: StepGuard, launched: Launched, results: Mapping[int, Result]) -> None:
+        """Commit and deliver the results of a step, request by request."""
+        for part in launched.parts:
+            if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
+                continue
+            try:
+                if not results[id(part)].is_finite and self._start_cold(part):
+                    continue
+                self._take(part, results[id(part)])
+                self._deliver(part, results[id(part)])
+            except BaseException as error:
+                guard.failed(part.request, error)
+                self._reset_if_inconsistent(error)
+        self._was_emptied = False
+        self.meter.stepped()
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.timed(launched.step)
+        self._bisector.passed(launched.parts)
 
     def _note_time(self, launched: Launched) -> None:
         """The results of a step are there."""
@@ -344,8 +315,7 @@ class StepLoop:
             part.lease.num_hit_tokens,
             "they are dropped" if request.cold is not None and request.cold.is_damaged else "they look sound",
         )
-        if self._next is not None:
-            self._next.parts = [other for other in self._next.parts if other.request is not request]
+        self.forget(request)
         return True
 
     def _take(self, part: Part, result: Result) -> None:
@@ -401,7 +371,7 @@ class StepLoop:
         """What holds around every step, however it ends.
 
         * Signal handlers wait, except where `StepGuard.interruptible` lets them run.
-        * When the step fails before its results are there, its requests, and those of the step launched ahead, start
+        * When the step fails before its results are there, its requests, and those of a step launched ahead, start
           again from what they have committed. A request that makes steps fail again and again ends with an error.
         * Requests that failed by themselves end with an error, and those that were aborted meanwhile are aborted.
         """
@@ -410,7 +380,7 @@ class StepLoop:
         with deferred() as section:
             guard = StepGuard(section)
             if self._recovery.complete():
-                self._next = None
+                self.forget()
             self._is_stepping = True
             self.is_retrying = False
             try:
@@ -436,7 +406,7 @@ class StepLoop:
         self.is_retrying = self._was_emptied and not was_emptied and not isinstance(error, AuditError)
         if not guard.steps:
             return False
-        self._next = None
+        self.forget()
         try:
             self._scheduler.roll_back(*guard.steps)
         except Exception as failure:
@@ -479,7 +449,7 @@ class StepLoop:
         whether that was so."""
         was_emptied = self._recovery.reset_if_inconsistent(error)
         if was_emptied:
-            self._next = None
+            self.forget()
         return was_emptied
 
     @contextmanager
@@ -507,3 +477,96 @@ class StepLoop:
         if not request.is_replay and all(answer.finish_reason is not None for answer in request.answers):
             self.requests.pop(request.answers[0].request_id, None)
             self.meter.ended(request.finish_reason or "")
+
+
+class PlainLoop(StepLoop):
+    """One step after the other: the specification, whose outputs every loop has."""
+
+    def step(self, guard: StepGuard) -> None:
+        """Schedule, plan and launch; wait; commit and deliver."""
+        launched = self._launch(guard)
+        if launched is None:
+            self._wait_for_restores(guard)
+            return
+        results = self._wait(guard, launched)
+        self._finish(guard, launched, results)
+
+    def forget(self, request: Request | None = None) -> None:
+        """Do nothing: nothing is launched ahead."""
+
+
+class OverlapLoop(StepLoop):
+    """Launches the next step before the results of this one are waited for: its pass takes the tokens on the device. A
+    launch ahead that fails is a failure of that step alone.
+
+    Args:
+        always: launch ahead whoever computes. Otherwise only where other threads compute this step, unless the next
+            may have prompts, which no other thread computes.
+        cache, scheduler, runner, config, end_tokens: those of every loop.
+    """
+
+    def __init__(
+        self,
+        cache: HybridCache,
+        scheduler: Scheduler,
+        runner: Runner,
+        config: EngineConfig,
+        end_tokens: frozenset[int],
+        *,
+        always: bool,
+    ) -> None:
+        super().__init__(cache, scheduler, runner, config, end_tokens)
+        self._always = always
+        self._next: Launched | None = None
+
+    def step(self, guard: StepGuard) -> None:
+        """Schedule, plan and launch, unless it was launched ahead; launch the next one; wait; commit and deliver."""
+        launched = self._launched_ahead(guard) or self._launch(guard)
+        if launched is None:
+            self._wait_for_restores(guard)
+            return
+        failure = self._launch_next(guard, launched)
+        results = self._wait(guard, launched)
+        if self._next is not None:
+            self._next.drop({part.request for part in launched.parts if results[id(part)].is_late}, self._scheduler)
+        self._finish(guard, launched, results)
+        if failure is not None:
+            raise failure
+
+    def forget(self, request: Request | None = None) -> None:
+        """Forget the step that was launched ahead, or the part of a request."""
+        if request is None:
+            self._next = None
+        elif self._next is not None:
+            self._next.parts = [part for part in self._next.parts if part.request is not request]
+
+    def _launched_ahead(self, guard: StepGuard) -> Launched | None:
+        """The step that was launched ahead, if a request of it still runs."""
+        launched, self._next = self._next, None
+        if launched is None or all(part.request.status is Status.FINISHED for part in launched.parts):
+            return None
+        guard.undo_on_failure(launched.step)
+        return launched
+
+    def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
+        """Launch the step after one that was launched, where that may be. Returns why it failed."""
+        if not self._may_launch_after(launched):
+            return None
+        try:
+            self._next = self._launch(guard, launched)
+        except Exception as error:
+            if guard.was_interrupted:
+                raise
+            return error
+        return None
+
+    def _may_launch_after(self, launched: Launched) -> bool:
+        scheduler = self._scheduler
+        if not self._always and (not self._cache.memory.in_flight.is_under_way or scheduler.may_prefill):
+            return False
+        if self._bisector.group is not None:
+            return False
+        if any(part.samples and part.request.forks for part in launched.parts):
+            return False  # the other answers begin with a copy of the state, which the next pass would change
+        # drafts follow the last token, which is not there
+        return scheduler.drafting is None or not scheduler.drafting.awaits(launched.parts)
