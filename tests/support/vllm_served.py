@@ -148,7 +148,9 @@ class Served:
             log_stats=False,
         )
         manager = self.scheduler.kv_cache_manager
-        self.mirror: Mirror | None = mirror_of(manager, config) if options is not None else None
+        self.mirror: Mirror | None = None
+        if options is not None:
+            self.mirror = mirror_of(manager, config, lambda: self.scheduler.waiting)
         self._answers: dict[str, list[int]] = {}
         self.passes = self.prompt_tokens = self.hit_tokens = self.preemptions = 0
 

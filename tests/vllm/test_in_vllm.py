@@ -157,7 +157,7 @@ def test_the_scheduler_is_vllms_and_refuses_what_it_cannot() -> None:
     config = configuration(60, 8192, 64, {})
     config.speculative_config = object()
     with pytest.raises(UnsupportedModelError, match="speculative decoding"):
-        mirror_of(served.scheduler.kv_cache_manager, config)
+        mirror_of(served.scheduler.kv_cache_manager, config, tuple)
 
 
 PARAMETERS = {

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,10 +24,16 @@ from support.vllm_imitated import Block, Manager, PlainQueue, Request, Service
 ROOT = Path(__file__).parent.parent.parent
 
 
-def mirrored(num_blocks: int, num_pages: int = 1, num_states: int = 3, **options: Any) -> tuple[Manager, Mirror]:
+def mirrored(
+    num_blocks: int,
+    num_pages: int = 1,
+    num_states: int = 3,
+    waiting: Callable[[], Iterable[Request]] = tuple,
+    **options: Any,
+) -> tuple[Manager, Mirror]:
     """A manager and the mirror that was put beside it."""
     manager = Manager(num_blocks, num_pages=num_pages, num_states=num_states)
-    return manager, Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(**options))
+    return manager, Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(**options), waiting)
 
 
 def check(manager: Manager, mirror: Mirror) -> None:
@@ -154,6 +161,23 @@ def test_a_branch_that_was_evicted_gets_a_state_again_if_asked_for() -> None:
         service.serve([*shared, 80, 81, 82, 83, 84])
         made.append([node.end // mirror.WORDS for _, node in beside.tree.nodes() if node.usage.kind is Kind.BRANCH])
     assert made == [[], [5]]
+
+
+def test_a_state_is_made_where_those_that_wait_part() -> None:
+    hits, waiting, shared = [], list[Request](), [*range(60, 77)]
+    for siblings in (False, True):
+        manager, beside = mirrored(200, waiting=lambda: waiting, siblings=siblings)
+        service = Service(manager)
+        for number in range(5):
+            tail = [100 * number + at for at in range(100, 111)]
+            waiting.append(service.request(shared[: 9 if number == 4 else 17] + tail))
+        found = []
+        while waiting:
+            found.append(service.start(waiting[0]))
+            service.end(waiting.pop(0))
+        hits.append(found)
+        check(manager, beside)
+    assert hits == [[0, 0, 16, 16, 0], [0, 16, 16, 16, 0]]
 
 
 def test_reset_forgets_the_tree() -> None:
@@ -304,31 +328,34 @@ class Raises:
 GUARDED = {
     "looked_up", "protect", "cached", "_insert_state", "_insert", "left", "evict", "_kind", "_visit", "_limit",
     "_unlock", "_renew", "checkpoint", "pages", "allocated", "_pin", "_options_of", "_begin_shadow", "_end_shadow",
-    "computed",
+    "computed", "_sibling_boundary", "_num_common",
 }  # fmt: skip
 """All of the mirror that this work comes to, but what calls vLLM's own methods and catches what these raise."""
 
 
 def some_work(line: tuple[str, int] | None, policy: str = "lhd") -> tuple[Raises, Manager, Mirror]:
     """Serve requests of which two run at a time, while a line raises."""
-    manager, beside = mirrored(48, policy=policy, ghost_branches=True)
+    waiting = list[Request]()
+    manager, beside = mirrored(48, policy=policy, ghost_branches=True, waiting=lambda: waiting)
     service, raises = Service(manager), Raises(line)
+    for number, prompt in enumerate(prompts(7, 24)):
+        options = {0: {"hybrid_pin": 60}, 1: {"hybrid_pin": -1}, 2: {"hybrid_pin": 0}}
+        waiting.append(service.request(prompt, **options.get(number % 5, {})))
     before = sys.gettrace()
     sys.settrace(raises)
     try:
         running: Request | None = None
-        for number, prompt in enumerate(prompts(7, 24)):
+        for number, request in enumerate([*waiting]):
             if number == 18:
                 if running is not None:
                     service.end(running)
                     running = None
                 assert manager.reset_prefix_cache()
-            options = {0: {"hybrid_pin": 60}, 1: {"hybrid_pin": -1}, 2: {"hybrid_pin": 0}}
-            request = service.request(prompt, **options.get(number % 5, {}))
             if service.start(request) is not None:
                 service.answer(request, [1, 2, 3, 4, 5])
             if running is not None:
                 service.end(running)
+            waiting.remove(request)
             running = request
         assert running is not None
         service.end(running)
@@ -403,9 +430,12 @@ def test_blocks_without_content_are_used_first_then_those_that_the_tree_has_not(
 def test_options_come_from_the_additional_config() -> None:
     assert VllmOptions.of(None) == VllmOptions.of({}) == VllmOptions()
     assert VllmOptions.of({"hybrid": {"policy": "lru", "seed": 3}}) == VllmOptions(policy="lru", seed=3)
-    with pytest.raises(ArgumentError, match="has no policy 'slru'; it has: lru, "):
+    assert VllmOptions.of({"hybrid": {"policy": "flop_aware:alpha=0.5"}}).policy == "flop_aware:alpha=0.5"
+    with pytest.raises(ArgumentError, match="no eviction policy is named 'slru'; there are: lru, "):
         VllmOptions.of({"hybrid": {"policy": "slru"}})
-    with pytest.raises(ArgumentError, match="has 'polcy', which is not known; known are policy, admission"):
+    with pytest.raises(ArgumentError, match=r"--additional-config: hybrid: .*lru has no option 'alpha'"):
+        VllmOptions.of({"hybrid": {"policy": "lru:alpha=1"}})
+    with pytest.raises(ArgumentError, match="has no option 'polcy'; it has: admission, ghost_branches, seed, policy"):
         VllmOptions.of({"hybrid": {"polcy": "lru"}})
     with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
         VllmOptions.of({"hybrid": {"seed": True}})
