@@ -10,6 +10,7 @@ import torch
 from hybrid import Engine, RequestOutput, SamplingParams
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
+from hybrid.tiers.archive import read_archive
 from hybrid.tree.node import Node
 from support.engines import (
     GRID,
@@ -31,7 +32,7 @@ def small(tiny: Engine, **config: Any) -> Engine:
     """An engine with host memory, a disk, or both."""
     page_bytes, state_bytes = tiny.cache.unit_bytes
     settings: dict[str, Any] = {"host": "64MiB", "memory": 40 * page_bytes + 10 * state_bytes, **config}
-    engine = tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True, **settings))
+    engine = tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, **{"deterministic": True, **settings}))
     computing_is_slow(engine)
     return engine
 
@@ -234,3 +235,59 @@ def test_a_model_that_computes_nan_is_an_error_and_costs_nobody_a_hit(tiny: Engi
     assert engine.cache.stats().dropped_hits == 0
     assert answer(engine, PROMPT, PARAMS).usage.cached_tokens == 6 * GRID
     assert_nothing_held(engine)
+
+
+# Files
+
+
+def fill_with_nan(rows: torch.Tensor, dtype: torch.dtype, first: int = 0) -> None:
+    """A number in each row of an archive is NaN, the one at this byte."""
+    size = dtype.itemsize
+    rows[:, first : first + size] = torch.full((len(rows), 1), torch.nan).to(dtype).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "first", "config"),
+    [
+        ("pages", torch.float32, 12, {}),
+        ("checkpoints", torch.float32, 12, {}),
+        ("pages", torch.float8_e4m3fn, 3, {"kv_dtype": "fp8"}),
+        ("pages", torch.float32, 64, {"kv_dtype": "fp8"}),
+        ("pages", torch.float32, 64, {"kv_dtype": "int8"}),
+        ("checkpoints", torch.bfloat16, 4, {"state_dtype": "bfloat16", "deterministic": False}),
+    ],
+    ids=["pages", "checkpoints", "codes of fp8", "scales of fp8", "scales of int8", "stored smaller"],
+)
+def test_contents_with_nan_are_not_loaded(
+    tiny: Engine, rows: str, dtype: torch.dtype, first: int, config: dict[str, Any]
+) -> None:
+    engine = engine_on(tiny, **config) if "state_dtype" not in config else small(tiny, **config)
+    answer(engine, PROMPT, PARAMS)
+    archive = read_archive(engine.dump([PROMPT]))
+    engine.cache.clear()
+    assert not engine.load(archive.to_bytes()).skipped
+    engine.cache.clear()
+    fill_with_nan(getattr(archive, rows), dtype, first)
+    loaded = engine.load(archive.to_bytes())
+    assert loaded.checkpoints == 0 and [*loaded.skipped] == ["it holds NaN or infinity"]
+    found = answer(engine, PROMPT, PARAMS)
+    assert found.error is None and found.usage.cached_tokens == 0
+
+
+# What was never written
+
+
+@pytest.mark.parametrize("config", [{}, {"kv_dtype": "fp8", "state_dtype": "int8", "deterministic": False}])
+def test_all_that_is_copied_was_written(tiny: Engine, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+    """Of memory that holds NaN at first, nothing that counts as damaged is copied."""
+    monkeypatch.setattr(
+        "hybrid.memory.tensors._allocate", lambda shape, device: torch.full(shape, 0xFF, dtype=torch.uint8)
+    )
+    engine = small(tiny, **config)
+    prompts = [ids(4 * GRID + 5 * seed, seed=seed) for seed in range(4)]
+    for _ in range(2):
+        for prompt in prompts:
+            assert answer(engine, prompt, greedy(2 * GRID)).error is None
+            evict(engine)
+    stats = engine.cache.stats()
+    assert (stats.damaged_copies, stats.dropped_hits) == (0, 0) and stats.restored_checkpoints >= 4
