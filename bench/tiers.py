@@ -10,6 +10,9 @@ fp32, deterministic mode, medians of runs that alternate between the sides. Exit
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +20,10 @@ from common import Line, alternate, arguments, finish, ratio, timed
 from model import first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
+from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.store import DirectoryStore
+from hybrid.tiers.tier import HeldCopy
 
 SHARED, NEW = 4096, 64
 SIZES = (128, 512, 2048)
@@ -53,6 +59,29 @@ class Tiers:
         if cache.tiers is not None and cache.tiers.disk is not None:
             assert cache.tiers.disk.flush()  # what waits for the disk would be had from memory
         return first_token(engine, prefix + ids(NEW))
+
+    def offered(self, prefix: list[int], is_checked: bool) -> float:
+        """Seconds of the thread for a prefix to leave for host memory, with checks of its contents or without."""
+        cache = self.host.cache
+        assert cache.tiers is not None and cache.tiers.host is not None
+        first_token(self.host, prefix + ids(NEW))
+        cache.tiers.host.clear()
+        with nullcontext() if is_checked else unchecked():
+            start = time.thread_time()
+            cache.allocator.evict(cache.tree.evict_all)
+            return time.thread_time() - start
+
+    def came_back(self, prefix: list[int], is_checked: bool) -> float:
+        """The same for it to come back."""
+        cache, key = self.host.cache, Key.of(prefix + ids(1))
+        cache.allocator.evict(cache.tree.evict_all)
+        with nullcontext() if is_checked else unchecked():
+            start = time.thread_time()
+            lease = cache.open(key, len(prefix), len(key))
+            seconds = time.thread_time() - start
+        assert lease is not None and lease.num_hit_tokens == len(prefix)
+        cache.close(lease)
+        return seconds
 
     def chats(self, engine: Engine) -> float:
         """Seconds of conversations that fit into the device."""
@@ -94,11 +123,33 @@ class Tiers:
         return max(times)
 
 
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Contents are not summed, and not looked at for NaN."""
+    with (
+        patch("hybrid.tiers.host.checksum_of", lambda contents: None),
+        patch.object(HeldCopy, "is_intact", True),
+        patch.object(CacheMemory, "are_finite", lambda *given: True),
+    ):
+        yield
+
+
+def measure_checks(tiers: Tiers, document: list[int], runs: int) -> list[Line]:
+    """What checks of contents cost."""
+    sides = {"checked": True, "unchecked": False}
+    lines = []
+    for name, seconds in (("leaves for", tiers.offered), ("comes back from", tiers.came_back)):
+        first_token(tiers.host, document + ids(NEW))
+        t = alternate(runs, **{side: partial(seconds, document, own) for side, own in sides.items()})
+        lines.append(ratio(f"{len(document)} tokens: {name} host memory, contents checked over not", t, *sides))
+    return lines
+
+
 def measure(tiers: Tiers, runs: int) -> list[Line]:
     document, few = ids(SHARED), max(2, runs // 2)
     for engine in (tiers.device, tiers.host, tiers.disk):
         first_token(engine, document + ids(NEW))
-    lines: list[Line] = []
+    lines = measure_checks(tiers, document, runs)
     t = alternate(
         runs,
         device=lambda: first_token(tiers.device, document + ids(NEW)),
