@@ -10,6 +10,7 @@ import torch
 from hybrid import Engine, RequestOutput, SamplingParams
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
+from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tiers.archive import read_archive
 from hybrid.tree.node import Node
 from support.engines import (
@@ -278,12 +279,13 @@ def test_contents_with_nan_are_not_loaded(
 
 
 @pytest.mark.parametrize("config", [{}, {"kv_dtype": "fp8", "state_dtype": "int8", "deterministic": False}])
-def test_all_that_is_copied_was_written(tiny: Engine, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
+def test_all_that_is_copied_was_written(tiny: Engine, config: dict[str, Any]) -> None:
     """Of memory that holds NaN at first, nothing that counts as damaged is copied."""
-    monkeypatch.setattr(
-        "hybrid.memory.tensors._allocate", lambda shape, device: torch.full(shape, 0xFF, dtype=torch.uint8)
-    )
     engine = small(tiny, **config)
+    for tensor in (engine.cache.kv, *engine.cache.state_tensors.values()):
+        tensor.view(torch.uint8).fill_(0xFF)
+    for tensor in engine.cache.state_tensors.values():
+        tensor[EMPTY_STATE].zero_()
     prompts = [ids(4 * GRID + 5 * seed, seed=seed) for seed in range(4)]
     for _ in range(2):
         for prompt in prompts:
