@@ -20,6 +20,7 @@ from hybrid.commands.toy_model import Liar
 from hybrid.memory.memory import MIN_STATE_SLOTS
 from support.checkpoints import byte_tokenizer
 from support.peft_adapters import TARGETS, make_adapter
+from support.vision import vision_model, write_vision_checkpoint
 
 Settings = dict[str, Any]
 
@@ -37,6 +38,9 @@ MODELS = {
     "long windows": ("gemma3_text, odd sizes, tied, scaled", 16, "float32"),
 }
 """The family of the random checkpoint ("": the model inside the package), the chunk size, and the type."""
+
+WITH_PICTURES = {"vision": ("Qwen3_5", 16, "float32")}
+"""Likewise, a model that takes pictures: `bench/lives.py` has it."""
 
 WITH_PREDICTOR = ("tiny", "tiny in bfloat16", "dense", "experts")
 
@@ -129,6 +133,8 @@ def folder() -> Path:
 def checkpoint(family: str) -> Path:
     """A random checkpoint with a tokenizer, and a predictor where families have one."""
     path = folder() / family.replace(" ", "-")
+    if family == "Qwen3_5":
+        return write_vision_checkpoint(path, vision_model(family), byte_tokenizer())
     write_random_checkpoint(path, family)
     if family in ("qwen3_5_text", "qwen3_next"):
         add_random_predictor(path)
@@ -139,7 +145,7 @@ def checkpoint(family: str) -> Path:
 @functools.cache
 def base(name: str, with_predictor: bool) -> Engine:
     """The engine whose weights all lives of a model share."""
-    family, chunk, dtype = MODELS[name]
+    family, chunk, dtype = {**MODELS, **WITH_PICTURES}[name]
     return Engine.from_pretrained(
         checkpoint(family) if family else "tiny",
         device="cpu",
