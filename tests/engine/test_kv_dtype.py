@@ -109,6 +109,7 @@ def answers(checkpoint: Path, kv_dtype: str) -> list[RequestOutput]:
 
 def test_the_gpu_kernels_give_the_same_answers(tmp_path: Path) -> None:
     """Interpreted, in a process whose kernels are chosen anew."""
+    pytest.importorskip("triton", reason="the extra gpu is not installed")
     checkpoint = write_checkpoint(tmp_path, random_model(text_config(**SIZES)))
     with ProcessPoolExecutor(1, get_context("spawn"), set_triton) as process:
         interpreted = process.submit(answers, checkpoint, "fp8").result()
