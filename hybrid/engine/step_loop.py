@@ -500,7 +500,7 @@ class OverlapLoop(StepLoop):
     launch ahead that fails is a failure of that step alone.
 
     Args:
-        always: launch ahead whoever computes. Otherwise only where other threads compute this step, unless the next
+        always: launch ahead in every case. Otherwise only where other threads compute this step, unless the next
             may have prompts, which no other thread computes.
         cache, scheduler, runner, config, end_tokens: those of every loop.
     """
