@@ -190,8 +190,10 @@ PATHS = (
 """Public paths in addition to `hybrid.__all__`: programs of users import them."""
 
 
-def test_the_public_paths_are_there() -> None:
-    lines = ["from {} import {}".format(*path.rsplit(".", 1)) for path in PATHS]
+def test_the_public_paths_are_there_and_transformers_finds_its_models_beside_a_folder_named_kernels() -> None:
+    """transformers looks for the Hugging Face package of that name, and must not find ours."""
+    lines = ["from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM", "import hybrid.kernels.reference"]
+    lines += ["from {} import {}".format(*path.rsplit(".", 1)) for path in PATHS]
     subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True, cwd=ROOT, capture_output=True)
 
 
@@ -273,12 +275,6 @@ def test_importing_is_silent_and_touches_neither_transformers_nor_triton_nor_fla
     )
     assert result.stdout == "[]\n"
     assert result.stderr == ""
-
-
-def test_transformers_imports_its_models_beside_a_folder_named_kernels() -> None:
-    """transformers looks for the Hugging Face package of that name, and must not find ours."""
-    code = "from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM; import hybrid.kernels.reference"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_somebody_reads_is_not_moved() -> None:
 # Random requests: contents stay where they are looked for
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("sizes", "num_pieces"), [(ONE, 11), (TWO, 9), (THREE, 9)])
 def test_contents_follow_through_random_requests(sizes: tuple[int, int], num_pieces: int, seed: int) -> None:
     cache = elastic(num_pieces, sizes, chunk_size=(2, 4)[seed % 2])

@@ -274,7 +274,8 @@ def test_the_transcript_in_the_documents_is_what_the_demo_prints(story: list[dem
     assert lasting(transcript) == lasting(console.file.getvalue())
 
 
-def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:1])
     status, result = run_json(capsys, "demo", "--no-cache")
     assert status == 0
     assert all(row["usable_hit"] == 0 for row in result["without_cache"])

@@ -18,7 +18,7 @@ from support.lives import Life
 
 pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
 
-FIRST, LAST = map(int, os.environ.get("HYBRID_FUZZ", "0-8").split("-"))
+FIRST, LAST = map(int, os.environ.get("HYBRID_FUZZ", "0-6").split("-"))
 """Seeds of the lives: from the first to before the last."""
 
 EVENTS = 7

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams, SpeculationConfig
-from hybrid.commands.parity import Judge, predictor
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
 TEXT = "The module defines the following functions:\n\n"
@@ -39,13 +38,6 @@ def with_drafts(
 def prompt_of(engine: Engine, text: str = TEXT) -> list[int]:
     found: list[int] = engine.tokenizer(text).input_ids  # type: ignore[misc]
     return found
-
-
-def test_parity_with_the_predictor(tiny: Engine, predicting: Engine) -> None:
-    judge = Judge(tiny)
-    checks = [each.check(judge) for each in predictor(Judge(predicting))]
-    assert [f"{check.name}: {check.detail}" for check in checks if not check.passed] == []
-    assert len(checks) == 7
 
 
 def test_most_drafts_are_what_the_model_says(tiny: Engine, predicting: Engine) -> None:

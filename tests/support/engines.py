@@ -49,10 +49,10 @@ KNOWN = WeakKeyDictionary[Engine, dict[tuple[Any, ...], RequestOutput]]()
 """Cold answers of each engine, which many tests ask for."""
 
 
-def cold(tiny: Engine, prompt: list[int], params: SamplingParams | None = None) -> RequestOutput:
+def cold(tiny: Engine, prompt: Any, params: SamplingParams | None = None) -> RequestOutput:
     """The answer of an engine that keeps nothing, to this prompt alone."""
     params = params or greedy()
-    if params.logits_processors:  # functions, which have no lasting name
+    if params.logits_processors or not isinstance(prompt, list):  # functions and images have no lasting name
         return answer(engine_on(tiny, enabled=False), prompt, params)
     known = KNOWN.setdefault(tiny, {})
     key = (tuple(prompt), repr(params), os.environ.get("HYBRID_KERNELS"), torch.get_num_threads())
