@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,8 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Name, chain
 from hybrid.tree.node import Node
 from hybrid.tree.tree import Tree
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Dropper:
@@ -45,11 +48,11 @@ class Dropper:
             return False
         pages = self._tree.pages(found.deepest, found.num_page_tokens)
         for at, page in enumerate(pages):
-            if not self._memory.are_finite([reader.read_page(page)], None):
+            if not self._is_sound(reader, page=page):
                 self.drop(key, num_tokens, key.whole(at * self._tree.page_size, self._tree.page_size))
                 return True
         node = found.checkpoint
-        if node is None or self._memory.are_finite([], reader.read_checkpoint(node.slot)):
+        if node is None or self._is_sound(reader, slot=node.slot):
             return False
         self._unpin([node])
         with self._without_copies():
@@ -66,6 +69,15 @@ class Dropper:
             self._allocator.evict(partial(self._tree.evict_nodes, nodes, num_kept))
         names = self._names(key, num_tokens)[num_kept // self._tree.page_size :]
         self._drop_copies((kind, name) for name in names for kind in (PAGE, CHECKPOINT))
+
+    def _is_sound(self, reader: ContentReader, *, page: int | None = None, slot: int | None = None) -> bool:
+        """Whether a page, or the checkpoint in a slot, holds finite numbers. What cannot be read does not."""
+        try:
+            pages = [] if page is None else [reader.read_page(page)]
+            return self._memory.are_finite(pages, None if slot is None else reader.read_checkpoint(slot))
+        except Exception:
+            log.warning("what a pass with NaN or infinity resumed from cannot be read, and is dropped", exc_info=True)
+            return False
 
     def _unpin(self, nodes: list[Node]) -> None:
         gone = set(nodes)

@@ -158,6 +158,22 @@ def test_a_hit_that_gives_nan_and_looks_sound_goes_once_a_cold_run_has_not(
     assert_nothing_held(engine)
 
 
+def test_a_hit_that_gives_nan_and_cannot_be_read_is_computed_cold(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
+    answer(engine, PROMPT, PARAMS)
+    spoil_page(engine)
+
+    def failing(page: int) -> torch.Tensor:
+        raise OSError("planted")
+
+    monkeypatch.setattr(engine.cache.memory.mover, "read_page", failing)
+    assert same(answer(engine, PROMPT, PARAMS), expected)
+    assert engine.cache.stats().dropped_hits == 1
+    assert_nothing_held(engine)
+
+
 def test_copies_of_what_went_bad_in_memory_are_dropped_too(tiny: Engine) -> None:
     engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
     answer(engine, PROMPT, PARAMS)
