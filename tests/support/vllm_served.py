@@ -29,7 +29,7 @@ CHUNK = 8192
 LAYERS = 8  # of each group, which share a block
 
 
-def groups() -> tuple[list[KVCacheGroupSpec], int]:
+def groups(states_within: bool) -> tuple[list[KVCacheGroupSpec], int]:
     """One group of layers with full attention and three with states, and the bytes of a block."""
     pages = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=256, dtype=torch.bfloat16)
     states = MambaSpec(
@@ -38,6 +38,7 @@ def groups() -> tuple[list[KVCacheGroupSpec], int]:
         block_size=BLOCK,
         page_size_padded=pages.page_size_bytes,
         mamba_cache_mode="align",
+        **({"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if states_within else {}),
     )
     made = [KVCacheGroupSpec([f"attention.{layer}" for layer in range(LAYERS)], pages)]
     made += [KVCacheGroupSpec([f"state.{at}.{layer}" for layer in range(LAYERS)], states) for at in range(3)]
@@ -115,6 +116,7 @@ class Served:
         at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`.
         token_by_token: a step gives one token of an answer; otherwise, where requests run one by one, whole blocks of
             it, which is faster.
+        states_within: a pass gives the state at the prompt's last block too, as kernels for Mamba-2 do on a GPU.
     """
 
     def __init__(
@@ -125,8 +127,9 @@ class Served:
         at_once: bool = False,
         token_by_token: bool = False,
         chunk: int = CHUNK,
+        states_within: bool = False,
     ) -> None:
-        specs, block_bytes = groups()
+        specs, block_bytes = groups(states_within)
         self.num_blocks = int(memory) // block_bytes
         self._token_by_token = at_once or token_by_token
         kv_cache_utils.init_none_hash(hashing.sha256)

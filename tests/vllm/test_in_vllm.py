@@ -74,9 +74,11 @@ def test_lru_hits_what_vllm_hits_and_every_lookup_is_what_the_tree_says() -> Non
     assert -0.7 <= lru - plain <= 3  # with it the ends of answers are kept too
 
 
-@pytest.mark.parametrize(("width", "num_blocks"), [(8, 120), (64, 200), (16, 40)])
-def test_many_at_once_under_a_small_pool(width: int, num_blocks: int) -> None:
-    served = Served(num_blocks * BLOCK_BYTES, {}, at_once=True, chunk=4096)
+@pytest.mark.parametrize(
+    ("width", "num_blocks", "states_within"), [(8, 120, False), (64, 200, False), (16, 40, False), (8, 120, True)]
+)
+def test_many_at_once_under_a_small_pool(width: int, num_blocks: int, states_within: bool) -> None:
+    served = Served(num_blocks * BLOCK_BYTES, {}, at_once=True, chunk=4096, states_within=states_within)
     served.serve(conversations(2, 120), width)
     sound(served)
     assert served.hit_tokens > 0
