@@ -60,7 +60,7 @@ SGLANG_REPOSITORY ?= https://github.com/sgl-project/sglang
 .venv-sglang/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sglang
 	@.venv-sglang/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
-	.venv-sglang/bin/python -m pip install --quiet --constraint constraints.txt torch transformers triton numpy pillow psutil pytest \
+	.venv-sglang/bin/python -m pip install --quiet --constraint constraints.txt torch transformers triton numpy pillow psutil pytest hypothesis \
 		aiohttp apache-tvm-ffi dill ipython msgspec orjson pybase64 pydantic pyzmq requests sortedcontainers starlette typer setuptools
 	touch $@
 
@@ -91,7 +91,7 @@ VLLM ?= 0.32.0 0.33.0
 .venv-vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
-	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt torch transformers numpy pillow psutil pytest tqdm \
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt torch transformers numpy pillow psutil pytest hypothesis tqdm \
 		rich aiohttp cachetools cbor2 cloudpickle fastapi msgspec openai openai_harmony partial_json_parser prometheus-client py-cpuinfo pybase64 pyzmq requests urllib3 uvloop xgrammar setuptools
 	touch $@
 
