@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import numpy as np
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
@@ -47,7 +47,7 @@ class OwnCache:
 
     def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token."""
-        ids = array("i", array("I", [number & 0xFFFFFFFF for number in request.hashes]).tobytes())
+        ids = np.frombuffer(request.hashes, np.uint64).astype(np.uint32)  # the lower half of each
         key = Key(ids.tobytes(), request.namespace)
         hit, pages = serve(self._cache, key, ceil_div(request.num_prompt, UNIT), request.num_tokens // UNIT)
         return Hit(hit * UNIT, pages * UNIT)

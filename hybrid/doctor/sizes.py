@@ -5,17 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybrid.doctor.request import UNIT
-from hybrid.errors import ArgumentError
-from hybrid.models.loading import ARCHITECTURES, open_checkpoint
+from hybrid.errors import ArgumentError, CheckpointError, UnsupportedModelError
+from hybrid.models.loading import ARCHITECTURES, TINY
 from hybrid.spec import HybridSpec
 from hybrid.units import ceil_div
 
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM where there are no states."""
+
+
+STATES = ("conv_states", "recurrent_states")
+"""What a layer of a cache of transformers keeps per sequence."""
+
+BY_HAND = "give bytes per token, bytes of a state and the layers that keep them, as --model 32768,51511296,8,24"
+
+
+def _configuration(path: Path) -> Any:
+    """The configuration of a text model.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if path.exists() and not (path / "config.json").is_file():
+            raise OSError("no folder with a config.json")
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:  # transformers raises many kinds for a malformed configuration
+        shown = str(error).strip().partition("\n")[0][:200]
+        raise CheckpointError(
+            f"--model {path}: no configuration was found ({shown}); give a config.json, its folder or a hub id as "
+            f"'Qwen/Qwen3.5-0.8B', or {BY_HAND.removeprefix('give ')}"
+        ) from error
+
+
+def _num_bytes(kept: Any) -> int:
+    """Bytes of a tensor, or of all in a list or by name; of what is none: 0."""
+    if isinstance(kept, torch.Tensor):
+        return kept.numel() * kept.element_size()
+    parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list | tuple) else ()
+    return sum(map(_num_bytes, parts))
 
 
 @dataclass(frozen=True)
@@ -75,10 +110,10 @@ class Sizes:
         Args:
             model: a folder with a config.json, this file, a hub id, or bytes per token and per state as
                 "32768,51511296", with the numbers of layers that keep them if they are not 8 and 24:
-                "32768,51511296,8,24".
+                "32768,51511296,8,24". Of a hub id the configuration alone is downloaded.
 
         Raises:
-            CheckpointError: there is no such model; UnsupportedModelError: it is of another family.
+            CheckpointError: there is no such configuration. UnsupportedModelError: what its model keeps was not found.
             ArgumentError: the numbers are not two or four.
         """
         parts = str(model).split(",")
@@ -91,12 +126,41 @@ class Sizes:
             numbers = [int(part) for part in parts]
             layers = numbers[2:] or [8, 24]
             return cls(numbers[0], numbers[1], layers[0], layers[1], str(model))
-        path = Path(model)
-        checkpoint = open_checkpoint(path.parent if path.name == "config.json" else model)
-        dtype = getattr(checkpoint.config, "dtype", None)
-        family = ARCHITECTURES[checkpoint.model_type]
-        spec = family.spec(checkpoint.config, dtype if isinstance(dtype, torch.dtype) else torch.bfloat16)
-        return cls.of_spec(spec, str(model))
+        path = TINY if model == "tiny" else Path(model)
+        config = _configuration(path.parent if path.name == "config.json" else path)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+        family = ARCHITECTURES.get(config.model_type)
+        if family is not None:
+            return cls.of_spec(family.spec(config, dtype), str(model))
+        return cls.of_configuration(config, dtype, str(model))
+
+    @classmethod
+    def of_configuration(cls, config: Any, dtype: torch.dtype, name: str) -> Sizes:
+        """The sizes of a model of transformers, by what its cache has after a prompt that is computed without numbers.
+
+        Args:
+            config: of the text model.
+
+        Raises:
+            UnsupportedModelError: it has no cache, or its code runs on a GPU only.
+        """
+        from transformers import AutoModelForCausalLM
+
+        length = 8
+        try:
+            with torch.device("meta"), torch.no_grad():
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype).to("meta")
+                cache = model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=True).past_key_values
+            kept = [vars(layer) for layer in cache.layers]
+        except Exception as error:  # whatever the code of a model raises without a device
+            raise UnsupportedModelError(
+                f"{name}: what a {config.model_type!r} model keeps could not be found ({str(error)[:120]}); {BY_HAND}"
+            ) from error
+        tokens = [_num_bytes(layer.get("keys")) + _num_bytes(layer.get("values")) for layer in kept]
+        states = [sum(_num_bytes(layer.get(key)) for key in STATES) for layer in kept]
+        if not any(tokens):
+            raise UnsupportedModelError(f"{name}: a {config.model_type!r} model keeps nothing per token; {BY_HAND}")
+        return cls(sum(tokens) // length, sum(states), sum(map(bool, tokens)), sum(map(bool, states)), name)
 
     @property
     def vllm_block_size(self) -> int:
