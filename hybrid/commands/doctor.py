@@ -14,8 +14,8 @@ from hybrid.doctor.replay import replay
 from hybrid.doctor.text import Template
 from hybrid.doctor.traffic import Traffic, anonymize, check_file
 from hybrid.doctor.watch import watch
-from hybrid.errors import ArgumentError
-from hybrid.models.loading import open_checkpoint
+from hybrid.errors import ArgumentError, CheckpointError
+from hybrid.models.loading import TINY
 from hybrid.prompts.encode import load_tokenizer
 
 KEEPS = (
@@ -63,7 +63,21 @@ def _read(names: list[str], template: Template) -> Traffic:
 
 def _tokenizer(name: str | None) -> object:
     """The tokenizer of a model; None: there is to be none."""
-    return None if name is None else load_tokenizer(open_checkpoint(name).path)
+    if name is None:
+        return None
+    path = TINY if name == "tiny" else Path(name)
+    if path.is_dir() and (found := load_tokenizer(path)) is not None:
+        return found
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers and the hub's client raise many kinds
+        shown = str(error).strip().partition("\n")[0][:200]
+        raise CheckpointError(
+            f"--tokenizer {name}: no tokenizer was found ({shown}); give a model's folder with tokenizer.json, or a "
+            "hub id, or leave it out: texts are counted by words then"
+        ) from error
 
 
 def _write(path: str, write: Callable[[str], object]) -> None:

@@ -179,7 +179,7 @@ def _request_of(value: dict[str, Any]) -> dict[str, Any] | None:
 def _of_openai(value: dict[str, Any], request: dict[str, Any], template: Template, line: int) -> Record:
     messages, tools = request.get("messages"), request.get("tools") or []
     prompt = template.prompt(messages, tools) if isinstance(messages, list) else request["prompt"]
-    answer = _answer_of(value, template)
+    answer = _answer_of(value, template, prompt, messages, tools)
     ids = template.ids(prompt)
     num_prompt = len(ids)
     if answer:
@@ -187,7 +187,7 @@ def _of_openai(value: dict[str, Any], request: dict[str, Any], template: Templat
     return _of_ids(ids, num_prompt, prompt + answer, {**request, **value}, line)
 
 
-def _answer_of(value: dict[str, Any], template: Template) -> str:
+def _answer_of(value: dict[str, Any], template: Template, prompt: str, messages: Any, tools: list[Any]) -> str:
     """The text of the answer that is logged with a request, or nothing."""
     response = value.get("response") or value.get("response_body") or value.get("output") or value
     if isinstance(response, str):
@@ -196,7 +196,7 @@ def _answer_of(value: dict[str, Any], template: Template) -> str:
         response = response["body"]
     for choice in (response.get("choices") or []) if isinstance(response, dict) else []:
         if isinstance(choice.get("message"), dict):
-            return template.answer(choice["message"])
+            return template.answer(choice["message"], prompt, messages if isinstance(messages, list) else None, tools)
         return str(choice.get("text") or "")
     return ""
 
@@ -209,7 +209,7 @@ def _of_sharegpt(value: dict[str, Any], template: Template, line: int) -> Iterat
         message = {"role": role, "content": turn.get("value", turn.get("content")) or ""}
         if role == "assistant" and history:
             prompt = template.prompt(history, [])
-            answer = template.answer(message)
+            answer = template.answer(message, prompt, history)
             ids = template.ids(prompt)
             yield _of_ids(ids + template.ids(answer), len(ids), prompt + answer, {}, line)
         history.append(message)

@@ -5,6 +5,7 @@ All of it is of the traffic alone, and holds for every engine.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -31,6 +32,12 @@ MAX_NAMESPACES = 64
 
 AROUND = 60
 """Characters that are shown from where two texts differ, and a third of it before."""
+
+TOOL = re.compile(r'^\{.*"name".*\}$', re.MULTILINE)
+"""A tool, as templates write it: JSON in a line of its own."""
+
+MAX_TOOLS = 1 << 18
+"""Characters behind a difference in which tools are looked for."""
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -215,9 +222,10 @@ def _reason(old: str, new: str, at: int) -> Rewrite:
         "</think>", 0, at
     ):
         return Rewrite.THINKING
-    if new.startswith("<|tools|>") and old.startswith("<|tools|>") and at < new.find("<|", 9):
-        ours, theirs = (sorted(text[: text.find("<|", 9)].splitlines()) for text in (new, old))
-        if ours == theirs:
+    ours, theirs = ([*TOOL.finditer(text, 0, at + MAX_TOOLS)] for text in (new, old))
+    if ours and ours[0].start() <= at < ours[-1].end():
+        lines, others = ([found[0] for found in each] for each in (ours, theirs))
+        if lines != others and sorted(lines) == sorted(others):
             return Rewrite.TOOLS
     if _is_volatile(old, at) and _is_volatile(new, at):
         return Rewrite.DATE

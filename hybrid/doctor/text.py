@@ -6,10 +6,15 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
+
+from jinja2 import TemplateError
+
+from hybrid.errors import PromptError
+from hybrid.prompts.messages import checked
 
 WORD = re.compile(r" ?\w{1,8}|\s+|[^\w\s]")
 """About a token of common tokenizers, where there is none at hand."""
@@ -81,26 +86,55 @@ class Template:
             messages = [self._without_dates(message, moved) for message in messages]
         if self.keep_thinking:
             messages = [self._with_thinking(message) for message in messages]
-        if self.tokenizer is not None and self.tokenizer.chat_template:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools or None, tokenize=False, add_generation_prompt=True
-                )
-            ) + " ".join(moved)
+        if self._has_template:
+            return self._applied(messages, tools, begins_answer=True) + " ".join(moved)
         lines = [json.dumps(tool, ensure_ascii=False) + "\n" for tool in tools]
         text = "<|tools|>\n" + "".join(lines) if tools else ""
         for message in messages:
             text += f"<|{message.get('role')}|>\n{thoughts_of(message)}{content_of(message)}<|end|>\n"
         return f"{text}{' '.join(moved)}<|assistant|>\n"
 
-    def answer(self, message: dict[str, Any]) -> str:
-        """The text of an answer, as the model wrote it."""
+    def answer(
+        self, message: dict[str, Any], prompt: str = "", messages: list[dict[str, Any]] | None = None, tools: Any = ()
+    ) -> str:
+        """The text of an answer, as the model wrote it: where the template writes it behind the prompt of these
+        messages, with what the template ends it with."""
         text = thoughts_of(message) + content_of(message)
         if self.keep_thinking and (thoughts := thoughts_of(message)):
             self._answers[content_of(message)] = thoughts
             if len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
-        return f"{text}<|end|>\n"
+        if not self._has_template:
+            return f"{text}<|end|>\n"
+        if messages is not None and not thoughts_of(message):
+            whole = self._applied([*messages, message], tools, begins_answer=False)
+            if whole.startswith(prompt):
+                return whole[len(prompt) :]
+        return text + str(self.tokenizer.eos_token or "")
+
+    @property
+    def _has_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    def _applied(self, messages: list[dict[str, Any]], tools: Sequence[Any], *, begins_answer: bool) -> str:
+        """The text that the model's own template makes of messages.
+
+        Raises:
+            ValueError: it refuses them.
+        """
+        made = [
+            {**message, "content": content_of({**message, "tool_calls": None})}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                checked(made), tools=list(tools) or None, tokenize=False, add_generation_prompt=begins_answer
+            )
+        except (TemplateError, TypeError, PromptError) as error:
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        return str(text)
 
     def _without_dates(self, message: dict[str, Any], moved: list[str]) -> dict[str, Any]:
         if message.get("role") not in ("system", "developer"):

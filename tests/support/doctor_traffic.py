@@ -1,0 +1,20 @@
+"""Texts, messages and logged requests for tests of the doctor."""
+
+import random
+from typing import Any
+
+WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
+TOOLS = [{"type": "function", "function": {"name": f"tool_{n}", "description": "does " * 60}} for n in range(8)]
+
+
+def prose(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) + str(rng.randrange(1000)) for _ in range(count))
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def logged(messages: list[Any], answer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"request": {"messages": list(messages), **more}, "response": {"choices": [{"message": answer}]}}
