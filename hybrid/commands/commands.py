@@ -185,6 +185,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--engine", action="append", choices=names, metavar="NAME", help=f"{text}hybrid, bound)")
     add("--tokenizer", metavar="MODEL", help="folder or hub id that makes tokens of texts (default: about, by words)")
     add("--out", metavar="FILE", help="write a page for a browser; of anonymize: the file of hashes")
+    text = "tokens of a block of vLLM, as its log says (default: what vLLM chooses for the model on a GPU)"
+    add("--block-size", type=integer(16), metavar="N", help=text)
     add("--no-cures", action="store_true", help="do not replay what may help")
     add("--prefill-rate", type=seconds, metavar="N", help="tokens of prompts that are computed per second, for times")
     add("--price", type=seconds, metavar="P", help="of a million tokens of prompts that are computed, for costs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from hybrid.commands.commands import Outcome
 from hybrid.doctor.replay import replay
+from hybrid.doctor.sizes import Sizes
 from hybrid.doctor.text import Template
 from hybrid.doctor.traffic import Traffic, anonymize, check_file
 from hybrid.doctor.watch import watch
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     traffic = _read(args.traffic, template)
     report = replay(
         traffic,
-        args.model,
+        _sizes(args),
         args.engine or ["vllm", "sglang", "hybrid", "bound"],
         args.memory or ["24GiB"],
         cures=not args.no_cures,
@@ -59,6 +61,11 @@ def _read(names: list[str], template: Template) -> Traffic:
     total = sum(Path(name).stat().st_size for name in names)
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=None, leave=False) as bar:
         return Traffic.read(names, template, bar.update)
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    """The sizes of the model that is named."""
+    return replace(Sizes.of(args.model), block_size=args.block_size)
 
 
 def _tokenizer(name: str | None) -> object:
@@ -119,7 +126,7 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
         return Outcome(True, result)
     traffic = _read(rest[1:], Template(_tokenizer(args.tokenizer)))
     engine = (args.engine or [figures.engine])[0]
-    row = replay(traffic, args.model, engine, (args.memory or ["24GiB"])[0], cures=False).rows[0]
+    row = replay(traffic, _sizes(args), engine, (args.memory or ["24GiB"])[0], cures=False).rows[0]
     apart = figures.hit_rate - row.hit_rate
     agrees = abs(apart) <= args.within
     console.print(

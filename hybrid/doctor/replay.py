@@ -32,7 +32,7 @@ MEMORY = "a cache of {} bytes"
 MEMORY_FLAGS = {
     "vllm": "vllm serve --kv-cache-memory-bytes {}",
     "sglang": "python -m sglang.launch_server --mem-fraction-static F, so that KV and states have {} bytes",
-    "hybrid": "hybrid serve --memory {}",
+    "hybrid": "CacheConfig(memory={})",
 }
 """The flag that gives an engine its bytes."""
 

@@ -77,9 +77,10 @@ class Sizes:
         state_bytes: the state of one sequence, all layers; 0: there is none.
         attention_layers, state_layers: layers that keep them.
         name: of the model, for reports.
+        block_size: tokens of a block of vLLM; None: as many as vLLM chooses on a GPU.
 
     Raises:
-        ArgumentError: a number is negative, or a model keeps nothing per token.
+        ArgumentError: a number is negative, a model keeps nothing per token, or a block is no multiple of 16 tokens.
     """
 
     token_bytes: int
@@ -87,6 +88,7 @@ class Sizes:
     attention_layers: int = 8
     state_layers: int = 24
     name: str = "given sizes"
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.token_bytes, self.attention_layers) < 1 or min(self.state_bytes, self.state_layers) < 0:
@@ -94,6 +96,8 @@ class Sizes:
                 "sizes of a model: bytes per token and layers of attention must be at least 1, those of states at "
                 f"least 0; got {self.token_bytes}, {self.state_bytes}, {self.attention_layers}, {self.state_layers}"
             )
+        if self.block_size is not None and (self.block_size < UNIT or self.block_size % UNIT):
+            raise ArgumentError(f"--block-size must be a multiple of {UNIT} tokens; got {self.block_size}")
 
     @classmethod
     def of_spec(cls, spec: HybridSpec, name: str) -> Sizes:
@@ -164,7 +168,10 @@ class Sizes:
 
     @property
     def vllm_block_size(self) -> int:
-        """Tokens of a block that vLLM chooses: a page of attention is no smaller than a state of a layer."""
+        """Tokens of a block; that of vLLM's choice is such that a page of attention is no smaller than a state of a
+        layer."""
+        if self.block_size is not None:
+            return self.block_size
         if not self.state_bytes:
             return VLLM_BLOCK
         state = ceil_div(self.state_bytes, self.state_layers)
