@@ -16,6 +16,7 @@ from hybrid.doctor.causes import REMEDIES, Cause
 from hybrid.doctor.past import Example, Rewrite
 from hybrid.doctor.sizes import Sizes
 from hybrid.doctor.traffic import Traffic
+from hybrid.errors import ArgumentError
 from hybrid.units import format_bytes
 
 STYLE = """
@@ -250,6 +251,34 @@ class Report:
             ]
             parts.append(f"<h2>What would change it, each replayed: tokens saved</h2><table>{''.join(rows)}</table>")
         return "".join(parts)
+
+    def plot(self) -> Any:
+        """Plot hit rates over memory, and where the computed tokens went. Needs matplotlib: `pip install
+        hybrid-prefix-cache[doctor]`.
+
+        Returns:
+            A figure of matplotlib, which a notebook shows and `savefig` writes.
+
+        Raises:
+            ArgumentError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ArgumentError("plots need matplotlib: pip install 'hybrid-prefix-cache[doctor]'") from error
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        rates, causes = figure.subplots(1, 2)
+        for number, name in enumerate(dict.fromkeys(row.engine for row in self.rows)):
+            rows = sorted((row for row in self.rows if row.engine == name), key=lambda row: row.memory)
+            x, y = [row.memory / 1e9 for row in rows], [row.hit_rate for row in rows]
+            rates.plot(x, y, marker="o", label=name, color=COLOURS[number % len(COLOURS)])
+        rates.set(xlabel="memory in GB", ylabel="hit rate in %", ylim=(0, 100))
+        rates.legend()
+        names = [cause.value for cause, _ in self.causes][::-1]
+        parts = [100 * count / max(1, self.rows[0].num_tokens) for _, count in self.causes][::-1]
+        causes.barh(names, parts, color=COLOURS[0])
+        causes.set(xlabel=f"% of the tokens of prompts, {self.rows[0].engine}")
+        return figure
 
     def _engines_html(self) -> str:
         """A table of all replays, and their hit rates over memory where there are several sizes."""
