@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hybrid.commands.doctor import _tokenizer
 from hybrid.commands.main import main
 from hybrid.doctor import Report, Sizes, Traffic, replay
 from hybrid.doctor.causes import Cause
 from hybrid.doctor.text import Template
 from hybrid.errors import ArgumentError
 from hybrid.models.loading import TINY
+from hybrid.prompts.encode import load_tokenizer
 from support.doctor_traffic import logged, message, prose
 
 CHATML = """{%- if tools %}<|im_start|>system
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def report_of(folder: Path, model: Path, lines: list[Any]) -> Report:
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    template = Template(_tokenizer(str(model)))
+    template = Template(load_tokenizer(model))
     return replay(Traffic.read(folder / "log.jsonl", template), Sizes(1000, 50_000), "hybrid", "1GB")
 
 
