@@ -126,7 +126,12 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
         return Outcome(True, result)
     traffic = _read(rest[1:], Template(_tokenizer(args.tokenizer)))
     engine = (args.engine or [figures.engine])[0]
-    row = replay(traffic, _sizes(args), engine, (args.memory or ["24GiB"])[0], cures=False).rows[0]
+    sizes, memory = _sizes(args), (args.memory or ["24GiB"])[0]
+    if engine == "vllm" and figures.block_size is not None and args.block_size is None:
+        sizes = replace(sizes, block_size=figures.block_size)
+    if engine == "vllm" and figures.num_blocks is not None and not args.memory:
+        memory = figures.num_blocks * sizes.vllm_groups(sizes.vllm_block_size)[2]
+    row = replay(traffic, sizes, engine, memory, cures=False).rows[0]
     apart = figures.hit_rate - row.hit_rate
     agrees = abs(apart) <= args.within
     console.print(

@@ -21,6 +21,9 @@ COUNTERS = {
 }
 """By engine: the names of the tokens of prompts, and of those that were cached."""
 
+BLOCKS = "block_size", "num_gpu_blocks"
+"""Labels of vLLM's configuration of its cache."""
+
 TIMEOUT = 10.0
 """Seconds that a server has to answer."""
 
@@ -32,11 +35,14 @@ class Figures:
     Attributes:
         engine: which one it is.
         num_tokens, hit_tokens: tokens of prompts, and those that were cached.
+        block_size, num_blocks: tokens of a block, and the number of blocks, as vLLM shows them; None: it does not.
     """
 
     engine: str
     num_tokens: int
     hit_tokens: int
+    block_size: int | None = None
+    num_blocks: int | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -81,6 +87,10 @@ def figures_of(text: str, page: str) -> Figures:
     for engine, names in COUNTERS.items():
         found = [next((totals[name] for name in each if name in totals), None) for each in names]
         if found[0] is not None:
-            return Figures(engine, int(found[0]), int(found[1] or 0))
+            blocks = [
+                re.search(rf'^vllm:cache_config_info.*[{{,]{name}="(\d+)"', text, re.MULTILINE) for name in BLOCKS
+            ]
+            size, number = (int(match[1]) if match else None for match in blocks)
+            return Figures(engine, int(found[0]), int(found[1] or 0), size, number)
     known = ", ".join(names[0][0] for names in COUNTERS.values())
     raise ArgumentError(f"{page}: none of the counters that are known is there: {known}")

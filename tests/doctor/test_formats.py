@@ -1,7 +1,9 @@
 """Files of other programs are read, wrong ones are refused with a reason, and hashes replay as what they are of."""
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -95,6 +97,32 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert "<script" not in text and "http" not in text and "src=" not in text and "viewport" in text
 
 
+@pytest.mark.parametrize(("hits", "status"), [(2 * 256, 0), (0, 1)])
+def test_a_server_is_compared_with_its_traffic(
+    tmp_path: Path, hits: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "log.jsonl", *[{"input_tokens": [*range(600)], "output_tokens": [1]}] * 2)
+    page = f"vllm:prefix_cache_queries_total 1200\nvllm:prefix_cache_hits_total {hits}\n"
+    page += 'vllm:cache_config_info{block_size="256",num_gpu_blocks="40"} 1\n'
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["doctor", "watch", url, str(path), "--model", "tiny"]) == status
+        thread.join()
+    assert "42.7 %" in capsys.readouterr().out  # of the replay: no memory and no block size were given
+
+
 def test_figures_of_a_server() -> None:
     text = (
         "# HELP vllm:prefix_cache_queries_total Queries\n"
@@ -102,7 +130,9 @@ def test_figures_of_a_server() -> None:
         'vllm:prefix_cache_queries_total{engine="1",model_name="m"} 1000.0\n'
         'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 500.0\n'
     )
+    text += 'vllm:cache_config_info{_block_size_resolved="True",block_size="256",num_gpu_blocks="40"} 1.0\n'
     figures = figures_of(text, "page")
     assert (figures.engine, figures.hit_rate) == ("vllm", 25.0)
+    assert (figures.block_size, figures.num_blocks) == (256, 40)
     with pytest.raises(ArgumentError, match="none of the counters"):
         figures_of("process_cpu_seconds_total 3\n", "page")
