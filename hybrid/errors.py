@@ -13,6 +13,7 @@ HybridError
 ├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
 ├── RequestError                          an unknown request id, stepping an engine that has no work, or a request that
 │   │                                     failed while its text was streamed
+│   ├── EncodingLimitError                prompts to encode are too large together, or one took too long
 │   ├── QueueFullError                    as many requests wait as the engine's configuration allows
 │   └── ClosedError                       the engine or the cache was closed, or the thread of an engine ended
 ├── LockError                             a lock was released twice, or passed to a cache that did not create it
@@ -70,6 +71,10 @@ class RequestError(HybridError):
 
 class QueueFullError(RequestError):
     """A queue is full: `EngineConfig.max_waiting` requests wait. Nothing was changed; try again later."""
+
+
+class EncodingLimitError(RequestError):
+    """Prompts that wait to be encoded are too large together, or one took too long. Nothing was changed."""
 
 
 class ClosedError(RequestError):

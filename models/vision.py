@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class VisionTower:
         self._model: Any = None
         self._kept: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self._processor: Any = None
+        self._lock = threading.Lock()  # prompts are encoded in several threads
+        self._computing = threading.Lock()
         self.placeholder: int = config.image_token_id
         self._merge = config.vision_config.spatial_merge_size
 
@@ -106,6 +109,10 @@ class VisionTower:
         return int(patches) // self._merge**2
 
     def _preprocessor(self) -> Any:
+        with self._lock:
+            return self._made_preprocessor()
+
+    def _made_preprocessor(self) -> Any:
         if self._processor is None:
             try:
                 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -146,15 +153,18 @@ class VisionTower:
         patches, (rows, columns) = self.patches(image)
         content = hashlib.sha256(patches.numpy().tobytes() + bytes(f"{rows}x{columns}", "ascii")).digest()
         wanted = namespace, content
-        if wanted not in self._kept:
+        with self._lock:
+            embeddings = self._kept.get(wanted)
+        if embeddings is None:
             grid = torch.tensor([[1, rows, columns]], device=self._device)
-            with torch.inference_mode():
-                made = self._tower()(patches.to(self._device, self._dtype), grid_thw=grid)
-            self._kept[wanted] = made.pooler_output
+            with self._computing, torch.inference_mode():
+                embeddings = self._tower()(patches.to(self._device, self._dtype), grid_thw=grid).pooler_output
+        with self._lock:
+            self._kept[wanted] = embeddings
+            self._kept.move_to_end(wanted)
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(wanted)
-        return self._kept[wanted], (rows // self._merge, columns // self._merge), content
+        return embeddings, (rows // self._merge, columns // self._merge), content
 
     def _tower(self) -> Any:
         if self._model is None:

@@ -216,6 +216,7 @@ def test_the_public_names_are_these() -> None:
         "CheckpointError",
         "ClosedError",
         "Drafter",
+        "EncodingLimitError",
         "Engine",
         "EngineConfig",
         "EngineStats",

@@ -9,6 +9,13 @@ from hybrid.errors import ArgumentError
 from hybrid.units import byte_count
 
 
+def _seconds(value: object) -> float:
+    seconds = checks.number("EngineConfig: encoding_seconds", value)
+    if seconds > 0:
+        return seconds
+    raise ArgumentError(f"EngineConfig: encoding_seconds must be a positive number, or None; got {value!r:.100}")
+
+
 @checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -24,6 +31,12 @@ class EngineConfig:
             cache's memory. None: no limit.
         prompt_templates: whether prompts may bring a chat template, which is a program that the engine runs: only where
             you write all prompts yourself.
+        encoding_threads: number of threads that encode the prompts of an `AsyncEngine` (templates, tokens, grammars,
+            images) beside the thread that computes; prompts of one namespace have all but one of them.
+        encoding_memory: bytes of prompts that an `AsyncEngine` holds until they are encoded, at most, as "256MiB" or a
+            number; another one is refused with `EncodingLimitError`. None: no limit.
+        encoding_seconds: seconds that it may take until a prompt is encoded; after that it ends with
+            `EncodingLimitError`. None: no limit.
         enforce_eager: launch steps operation by operation; otherwise they are captured where that is possible: as CUDA
             graphs on a GPU, decode steps also as programs of compiled operations on a CPU.
         overlap: launch the next step before the results of this one are waited for. None: on a GPU, and on a CPU where
@@ -40,12 +53,15 @@ class EngineConfig:
     max_model_len: int | None = None
     adapter_memory: int | str | None = None
     prompt_templates: bool = False
+    encoding_threads: int = 4
+    encoding_memory: int | str | None = "1GiB"
+    encoding_seconds: float | None = 60.0
     enforce_eager: bool = False
     overlap: bool | None = None
     audit: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("encoding_threads", 1)):
             self._set(name, checks.integer(f"EngineConfig: {name}", getattr(self, name), low))
         if self.max_waiting is not None:
             value = checks.integer("EngineConfig: max_waiting", self.max_waiting, 1, remedy=", or None")
@@ -59,6 +75,10 @@ class EngineConfig:
             self._set("max_model_len", length)
         if self.adapter_memory is not None:
             byte_count("EngineConfig: adapter_memory", self.adapter_memory, remedy=", or None")
+        if self.encoding_memory is not None:
+            byte_count("EngineConfig: encoding_memory", self.encoding_memory, remedy=", or None")
+        if self.encoding_seconds is not None:
+            self._set("encoding_seconds", _seconds(self.encoding_seconds))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -69,6 +89,13 @@ class EngineConfig:
         if self.adapter_memory is None:
             return None
         return byte_count("EngineConfig: adapter_memory", self.adapter_memory)
+
+    @property
+    def encoding_bytes(self) -> int | None:
+        """`encoding_memory` as a number of bytes; None: no limit."""
+        if self.encoding_memory is None:
+            return None
+        return byte_count("EngineConfig: encoding_memory", self.encoding_memory)
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

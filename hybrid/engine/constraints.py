@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +108,7 @@ class Grammars:
         self._end_tokens = sorted(end_tokens)
         self._wrapped: Any = None
         self._compiled: dict[tuple[str, str], Any] = {}
+        self._lock = threading.Lock()  # prompts are encoded in several threads; grammars are compiled outside of it
 
     def matcher(self, structured: Mapping[str, Any], namespace: str) -> Matcher:
         """A matcher at the beginning of an answer.
@@ -121,13 +123,17 @@ class Grammars:
         """
         library = _library()
         wanted = namespace, json.dumps(dict(structured))  # the order of properties is that of the answer
-        if wanted not in self._compiled:
+        with self._lock:
             if self._wrapped is None:
                 self._wrapped = self._wrap(library)
-            self._compiled[wanted] = self._compile(library, structured)
+            compiled = self._compiled.get(wanted)
+        if compiled is None:
+            compiled = self._compile(library, structured)
+        with self._lock:
+            self._compiled[wanted] = compiled
             while len(self._compiled) > MAX_GRAMMARS:
                 del self._compiled[next(iter(self._compiled))]
-        return Matcher(self._compiled[wanted].deep_copy())
+            return Matcher(compiled.deep_copy())
 
     def _wrap(self, library: ModuleType) -> Any:
         import llguidance.hf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -361,11 +361,45 @@ class Engine:
             OwnershipError: another thread owns the engine.
         """
         self._claim()
-        if request_id is not None:
-            check_request_id(request_id, self._is_used)
-        request = self._request(prompt, params, namespace, self._outputs, request_id)
+        request = self.prepare(prompt, params, namespace, self.new_id(request_id))
         self._steps.enter([request])
         return request.request_id
+
+    def new_id(self, request_id: str | None, taken: Container[str] = ()) -> str:
+        """The id of a request that is made with `prepare`.
+
+        Args:
+            request_id: the caller's own; None: there is none.
+            taken: ids that were given, to requests that were not entered yet.
+
+        Raises:
+            ArgumentError: the id is in use, or no text.
+        """
+        if request_id is not None:
+            check_request_id(request_id, lambda name: name in taken or self._is_used(name))
+            return request_id
+        while self._is_used(name := f"request-{next(self._numbers)}") or name in taken:
+            pass
+        return name
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None, namespace: str, request_id: str) -> Request:
+        """Encode a prompt for `enter`, in any thread, while another one uses the engine. Arguments and errors are those
+        of `add_request`; the id is one of `new_id`."""
+        return self._request_builder.request(request_id, prompt, params, namespace, self._outputs)
+
+    def enter(self, request: Request) -> None:
+        """Queue a request that was prepared.
+
+        Raises:
+            ArgumentError: its adapter was dropped meanwhile.
+            QueueFullError: `EngineConfig.max_waiting` requests wait already.
+            OwnershipError: another thread owns the engine.
+        """
+        self._claim()
+        adapter = request.params.adapter
+        if adapter is not None and self.adapters.named(adapter) is not request.adapter:
+            raise ArgumentError(f"the adapter {adapter!r} was replaced while the prompt was encoded; send it again")
+        self._steps.enter([request])
 
     def step(self) -> list[RequestOutput]:
         """Run one step: a token for every request that decodes, and a share of the prompts.
@@ -407,12 +441,9 @@ class Engine:
         params: SamplingParams | None,
         namespace: str,
         outputs: Outputs,
-        request_id: str | None = None,
     ) -> Request:
         """A request that can run."""
-        while request_id is None or self._is_used(request_id):
-            request_id = f"request-{next(self._numbers)}"
-        return self._request_builder.request(request_id, prompt, params, namespace, outputs)
+        return self._request_builder.request(self.new_id(None), prompt, params, namespace, outputs)
 
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._steps.requests or request_id in self._outputs

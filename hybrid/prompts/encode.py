@@ -6,6 +6,8 @@ tokenized, the number of ids before their values, the size of images before they
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +51,10 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 BYTES_PER_TOKEN = 32
 """The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only
 long runs of spaces or of one sign have more."""
+
+
+PART_BYTES = 32
+"""Bytes of a value in a prompt, such as a token id, beside those of a text."""
 
 
 class ImageEncoder(Protocol):
@@ -203,6 +209,16 @@ class PromptEncoder:
         self._hidden_size = hidden_size
         self._page_size = page_size
         self._limits = limits
+        self._splitter: Any | None = None  # of its own: tokenizers have a state for this, and others encode meanwhile
+        self._splitting = threading.Lock()
+
+    def _ids(self, prompt: Prompt, limits: PromptLimits) -> list[int]:
+        if not isinstance(prompt, dict) or not prompt.get(SPLIT):
+            return encode(self._tokenizer, prompt, limits)
+        with self._splitting:
+            if self._splitter is None:
+                self._splitter = copy.deepcopy(self._tokenizer)
+            return encode(self._splitter, prompt, limits)
 
     def encode(self, prompt: Prompt, truncate: int | None = None, namespace: str = "") -> EncodedPrompt:
         """Encode a prompt and the images in it.
@@ -224,7 +240,7 @@ class PromptEncoder:
                 raise PromptError(
                     "this checkpoint has no vision tower; give ImagePrompt with embeddings, or text alone"
                 )
-            ids = encode(self._tokenizer, prompt, self._limits)
+            ids = self._ids(prompt, self._limits)
             if not images or self._image_encoder is None:
                 return EncodedPrompt(ids)
             prompt = embed_images(ids, images, self._image_encoder, self._limits, namespace)
@@ -241,7 +257,29 @@ class PromptEncoder:
         if isinstance(prompt, ImagePrompt) or images_of(prompt, self._limits):
             raise PromptError("truncate_prompt_tokens: a prompt with images cannot be truncated; shorten its text")
         any_number = replace(self._limits, max_tokens=NO_LIMITS.max_tokens)
-        return EncodedPrompt(self._limits.check_ids(encode(self._tokenizer, prompt, any_number)[-num_tokens:]))
+        return EncodedPrompt(self._limits.check_ids(self._ids(prompt, any_number)[-num_tokens:]))
+
+
+def num_bytes(prompt: Any, limit: int) -> int:
+    """Bytes that a prompt takes about, or more than `limit`: from lengths alone, its texts and pixels are not read."""
+    counted, parts = 0, [prompt]
+    while parts and counted <= limit:
+        part = parts.pop()
+        counted += PART_BYTES
+        if isinstance(part, str | bytes | bytearray):
+            counted += len(part)
+        elif isinstance(part, np.ndarray | Tensor):
+            counted += part.nbytes
+        elif isinstance(part, ImagePrompt):
+            parts += [part.token_ids, *(image.embeddings for image in part.images)]
+        elif isinstance(part, dict):
+            parts += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            counted += PART_BYTES * len(part)
+            parts += [item for item in part if not isinstance(item, int | float)] if counted <= limit else ()
+        elif isinstance(size := getattr(part, "size", None), tuple) and len(size) == 2:  # an image of Pillow
+            counted += 3 * int(size[0]) * int(size[1])
+    return counted
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

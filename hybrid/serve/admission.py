@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -168,12 +168,14 @@ class PendingPrompt:
 
     Attributes:
         prompt, params, namespace, request_id: as for `Engine.add_request`.
+        num_bytes: that the prompt takes about.
     """
 
     prompt: Prompt
     params: SamplingParams | None
     namespace: str
     request_id: str | None
+    num_bytes: int = 0
 
 
 class AdmissionQueue:
@@ -200,12 +202,23 @@ class AdmissionQueue:
         self._by_namespace.setdefault(asked.namespace, OrderedDict())[inbox] = asked
         self._namespaces[inbox] = asked.namespace
 
-    def next(self) -> tuple[Inbox, PendingPrompt]:
-        """Remove and return the one whose turn it is. There must be one."""
-        namespace, own = next(iter(self._by_namespace.items()))
-        inbox, asked = next(iter(own.items()))
-        self._by_namespace.move_to_end(namespace)
-        self.remove(inbox)
+    def next(self, skipped: Container[str] = ()) -> tuple[Inbox, PendingPrompt] | None:
+        """Remove and return the one whose turn it is. None: there is none.
+
+        Args:
+            skipped: namespaces whose turn it is not.
+        """
+        turns = self._by_namespace.items()
+        found = next(((name, own) for name, own in turns if own and name not in skipped), None)
+        if found is None:
+            return None
+        namespace, own = found
+        inbox, asked = own.popitem(last=False)  # at first: it is not offered twice, whatever raises
+        self._namespaces.pop(inbox, None)
+        if own:
+            self._by_namespace.move_to_end(namespace)
+        else:
+            del self._by_namespace[namespace]
         return inbox, asked
 
     def put_back(self, inbox: Inbox, asked: PendingPrompt) -> None:

@@ -22,7 +22,7 @@ from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred
 from hybrid.key import check_namespace
-from hybrid.prompts.encode import Prompt, as_prompts
+from hybrid.prompts.encode import Prompt, as_prompts, num_bytes
 from hybrid.serve.admission import Inbox, PendingPrompt
 from hybrid.serve.engine_thread import EngineThread
 from hybrid.speculation.config import SpeculationConfig
@@ -215,9 +215,16 @@ class AsyncEngine:
             prompt, params, namespace, request_id: as for `Engine.add_request`.
 
         Raises:
-            HybridError: by the first output: all that `Engine.add_request` raises, and `ClosedError`.
+            HybridError: by the first output: all that `Engine.add_request` raises, `EncodingLimitError`, and
+                `ClosedError`.
         """
-        return OutputStream(PendingPrompt(prompt, params, namespace, request_id), self._thread, keeps=self)
+        return OutputStream(self._asked(prompt, params, namespace, request_id), self._thread, keeps=self)
+
+    def _asked(
+        self, prompt: Prompt, params: SamplingParams | None, namespace: str, request_id: str | None
+    ) -> PendingPrompt:
+        limit = self.engine.config.encoding_bytes
+        return PendingPrompt(prompt, params, namespace, request_id, num_bytes(prompt, limit) if limit else 0)
 
     @known_keywords(params=SamplingParams)
     async def generate(
@@ -231,11 +238,12 @@ class AsyncEngine:
         `finish_reason="error"`. When the task is cancelled, all of them are aborted.
 
         Raises:
-            HybridError: all that `Engine.generate` raises, and `ClosedError`. The other prompts are aborted.
+            HybridError: all that `Engine.generate` raises, `EncodingLimitError`, and `ClosedError`. The other prompts
+                are aborted.
         """
         many = as_prompts(prompts)
         each = params_of_each(params, len(many))
-        asked = [PendingPrompt(prompt, own, namespace, None) for prompt, own in zip(many, each, strict=True)]
+        asked = [self._asked(prompt, own, namespace, None) for prompt, own in zip(many, each, strict=True)]
         streams = [OutputStream(one, self._thread, keeps=self, only_ends=True) for one in asked]
         try:
             self._thread.ask([stream.begin() for stream in streams])

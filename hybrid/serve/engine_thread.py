@@ -11,26 +11,26 @@ import atexit
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
+from hybrid.engine.request import Request
 from hybrid.engine.stats import EngineStats
-from hybrid.errors import AuditError, ClosedError, QueueFullError, RequestError
+from hybrid.errors import AuditError, ClosedError, EncodingLimitError, QueueFullError, RequestError
 from hybrid.serve.admission import AdmissionQueue, Inbox, LoopCall, LoopNotifier, PendingPrompt
+from hybrid.serve.encoding import Encoded, EncodingPool
+from hybrid.units import format_bytes
 
 log: logging.Logger = logging.getLogger(__name__)
-
-ADMISSION_SECONDS = 0.01
-"""Between two steps prompts are encoded for about this long, so that many at once do not hold up those that run."""
 
 Settle = Callable[[Any, BaseException | None], None]
 """Ends a call, with its result or an exception."""
@@ -76,6 +76,12 @@ class EngineThread:
         self._is_closing = False  # no command is run any more, and no step
         self._process = os.getpid()
         self._admission = AdmissionQueue()
+        config = engine.config
+        self._encoding = EncodingPool(
+            self._encode, self._deliver_encoded, config.encoding_threads, config.encoding_seconds
+        )
+        self._ready: deque[tuple[Inbox, Encoded]] = deque()  # encoded, and not taken by the engine yet
+        self._names: dict[str, Inbox] = {}  # of prompts that are encoded, by the ids of their requests
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
         self._outputs: deque[RequestOutput] = deque()  # of the engine's latest step, not delivered yet
         self._unanswered: set[Inbox] = set()  # wherever they are: whatever raises, their readers get an error
@@ -97,7 +103,7 @@ class EngineThread:
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
         stats = self.engine.stats()
-        return replace(stats, waiting=stats.waiting + len(self._admission))
+        return replace(stats, waiting=stats.waiting + len(self._admission) + len(self._encoding))
 
     def ask(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         """Run prompts; all of them are refused, or none.
@@ -204,6 +210,8 @@ class EngineThread:
     def _advance(self) -> None:
         """Run the commands that are there, and a step."""
         self._run_commands()
+        self._fail_overdue()
+        self._enter_ready()
         self._admit()
         self._deliver_outputs()  # those that an exception has left
         if self.engine.has_work:
@@ -222,6 +230,8 @@ class EngineThread:
             raise error
         log.warning("an unexpected exception; the engine continues", exc_info=error)
         self._admission.mend()
+        self._encoding.mend()
+        self._names = {asked.request_id or "": inbox for inbox, asked in self._encoding}
         with self._lock:  # what was asked up to now has its command in the queue, or had it
             own = error if isinstance(error, Exception) else _ended_nothing(error)
             self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], own))
@@ -231,7 +241,8 @@ class EngineThread:
     def _fail_lost(self, inboxes: list[Inbox], calls: list[Settle], error: Exception) -> None:
         """Fail the prompts and calls of which nothing else knows: their commands have been run."""
         for inbox in inboxes:
-            is_known = inbox in self._admission or self._inboxes.get(inbox.request_id or "") is inbox
+            is_waiting = inbox in self._admission or inbox in self._encoding
+            is_known = is_waiting or self._inboxes.get(inbox.request_id or "") is inbox
             if inbox in self._unanswered and not is_known:
                 self._fail(inbox, error)
         for settle in calls:
@@ -241,10 +252,10 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         """Run the commands that are there; without other work, wait for one."""
-        is_idle = not self.engine.has_work and not len(self._admission)
+        is_idle = not self.engine.has_work and not (self._admission_has_room and len(self._admission))
         try:
             while not self._is_closing:
-                self._commands.get(block=is_idle)()
+                self._commands.get(block=is_idle, timeout=self._encoding.seconds_left)()
                 is_idle = False
         except Empty:
             pass
@@ -282,42 +293,93 @@ class EngineThread:
 
     def _take_in(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         limit = self.engine.config.max_waiting
-        waiting = self.engine.scheduler.waiting.num_requests + len(self._admission)
+        waiting = self._num_waiting + len(self._admission)
         if self._refuses and limit is not None and waiting + len(asked) > limit:
             text = f"{waiting} requests wait, and {len(asked)} more are too many: max_waiting={limit}"
             for inbox, _ in asked:
                 self._fail(inbox, QueueFullError(text))
             return
+        most = self.engine.config.encoding_bytes
+        held = sum(one.num_bytes for _, one in (*self._admission, *self._encoding)) if most is not None else 0
+        if most is not None and held + sum(one.num_bytes for _, one in asked) > most:
+            text = (
+                f"prompts of {format_bytes(held)} wait to be encoded, and {len(asked)} more exceed "
+                f"{format_bytes(most)}: send them later, or set EngineConfig(encoding_memory=...)"
+            )
+            for inbox, _ in asked:
+                self._fail(inbox, EncodingLimitError(text))
+            return
         for inbox, one in asked:
             self._admission.add(inbox, one)
 
+    @property
+    def _num_waiting(self) -> int:
+        """Requests that wait in the engine, and prompts that are being encoded for it."""
+        return self.engine.scheduler.waiting.num_requests + len(self._encoding)
+
+    @property
+    def _admission_has_room(self) -> bool:
+        limit = self.engine.config.max_waiting
+        return limit is None or self._num_waiting < limit
+
     def _admit(self) -> None:
-        """Give the engine the prompts that it takes now."""
-        limit, began = self.engine.config.max_waiting, time.perf_counter()
-        while len(self._admission):
-            waiting = self.engine.scheduler.waiting.num_requests
-            if limit is not None and waiting >= limit:
-                return
-            inbox, asked = self._admission.next()
+        """Have the prompts encoded that the engine takes now."""
+        while self._admission_has_room and (following := self._admission.next()) is not None:
+            inbox, asked = following
             if (
                 isinstance(asked.request_id, str) and asked.request_id in self._ending
             ):  # after the next step it can be used again
                 self._admission.put_back(inbox, asked)
                 return
             try:
-                name = self.engine.add_request(
-                    asked.prompt, asked.params, namespace=asked.namespace, request_id=asked.request_id
-                )
-                self._inboxes[name], inbox.request_id = inbox, name
-            except QueueFullError as error:  # it is more than one request, and fewer are allowed now
-                if waiting:
-                    self._admission.put_back(inbox, asked)
-                    return
-                self._fail(inbox, error)
+                name = self.engine.new_id(asked.request_id, self._names)
+                self._names[name] = inbox
+                self._encoding.add(inbox, replace(asked, request_id=name))
             except Exception as error:
                 self._fail(inbox, error)
-            if time.perf_counter() - began > ADMISSION_SECONDS:
-                return
+
+    def _encode(self, asked: PendingPrompt) -> Request:
+        """In a thread of the pool."""
+        assert asked.request_id is not None
+        return self.engine.prepare(asked.prompt, asked.params, asked.namespace, asked.request_id)
+
+    def _deliver_encoded(self, inbox: Inbox, encoded: Encoded) -> None:
+        """In a thread of the pool."""
+        with suppress(ClosedError):
+            self._post(partial(self._ready.append, (inbox, encoded)))
+
+    def _enter_ready(self) -> None:
+        """Give the engine the requests that are encoded."""
+        limit, waiting = self.engine.config.max_waiting, self.engine.scheduler.waiting
+        while self._ready and (limit is None or waiting.num_requests < limit):
+            inbox, encoded = self._ready[0]
+            is_wanted = self._stop_encoding(inbox)
+            self._ready.popleft()
+            if not is_wanted:
+                continue
+            try:
+                if not isinstance(encoded, Request):
+                    raise encoded if isinstance(encoded, Exception) else _ended_nothing(encoded)
+                self.engine.enter(encoded)
+                self._inboxes[encoded.request_id], inbox.request_id = inbox, encoded.request_id
+            except Exception as error:
+                self._fail(inbox, error)
+
+    def _fail_overdue(self) -> None:
+        while (inbox := self._encoding.next_overdue()) is not None:
+            text = (
+                f"the prompt was not encoded within {self.engine.config.encoding_seconds:g} s: make it smaller, send "
+                "fewer at once, or set EngineConfig(encoding_seconds=..., encoding_threads=...)"
+            )
+            self._fail(inbox, EncodingLimitError(text))
+            self._stop_encoding(inbox)
+
+    def _stop_encoding(self, inbox: Inbox) -> bool:
+        """Forget a prompt that is being encoded, or is encoded. Returns whether it was there."""
+        asked = self._encoding.remove(inbox)
+        if asked is not None:
+            self._names.pop(asked.request_id or "", None)
+        return asked is not None
 
     def abort(self, request_id: str) -> None:
         """Stop a request, in the thread: its last output has `finish_reason="abort"`.
@@ -325,17 +387,20 @@ class EngineThread:
         Raises:
             RequestError: there is no such request.
         """
-        waiting = next((inbox for inbox, asked in self._admission if asked.request_id == request_id), None)
+        pending = chain(self._admission, self._encoding)
+        waiting = next((inbox for inbox, asked in pending if asked.request_id == request_id), None)
         if waiting is None or request_id in self._inboxes:
             self.engine.abort(request_id)
             self._ending.add(request_id)
             return
         self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
         self._admission.remove(waiting)
+        self._stop_encoding(waiting)
 
     def _drop(self, inbox: Inbox) -> None:
         """Abort the request of an inbox, wherever it is."""
         self._admission.remove(inbox)
+        self._stop_encoding(inbox)
         self._unanswered.discard(inbox)
         name = inbox.request_id
         if name is not None and self._inboxes.get(name) is inbox:
@@ -366,6 +431,9 @@ class EngineThread:
         for settle in [*self._calls]:
             settle(None, end())
         self._admission = AdmissionQueue()
+        self._encoding.close()
+        self._ready.clear()
+        self._names.clear()
         self._inboxes.clear()
         self._outputs.clear()
         self._ending.clear()
@@ -383,7 +451,7 @@ def _insist(function: Callable[[], None]) -> None:
 def _ended_nothing(error: BaseException) -> RequestError:
     """What readers get of `sys.exit` in a function that this thread called: their event loop would end by it."""
     failure = RequestError(
-        f"{type(error).__name__}: {error} was raised in the engine's thread, and ends no process there"
+        f"{type(error).__name__}: {error} was raised in a thread of the engine, and ends no process there"
     )
     failure.__cause__ = error
     return failure

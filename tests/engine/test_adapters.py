@@ -217,6 +217,22 @@ def test_an_adapter_loaded_again_finds_what_it_cached_and_another_of_its_name_do
     assert answer(engine, prompt, greedy(4, adapter="mine")).usage.cached_tokens == 64
 
 
+def test_a_prompt_that_is_encoded_while_its_adapter_is_replaced_is_refused(
+    loaded: Engine, folders: dict[str, Path]
+) -> None:
+    engine = engine_on(loaded, {"mine": folders["one"]})
+    for remedy in ("is loaded", "send it again"):
+        prepared = engine.prepare(prompt_of(0, 70), greedy(4, adapter="mine"), "", "mine")
+        engine.adapters.unload("mine")
+        if remedy == "send it again":
+            engine.adapters.load("mine", folders["two"])
+        with pytest.raises(ArgumentError, match=remedy):
+            engine.enter(prepared)
+        if remedy == "is loaded":
+            engine.adapters.load("mine", folders["one"])
+    assert not engine.has_work
+
+
 def test_adapters_come_and_go_while_requests_run(loaded: Engine, folders: dict[str, Path]) -> None:
     engine, prompt = engine_on(loaded, {"one": folders["one"]}), prompt_of(0)
     engine.add_request(prompt, greedy(12, adapter="one"), request_id="first")

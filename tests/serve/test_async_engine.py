@@ -344,16 +344,16 @@ def test_many_prompts_at_once_do_not_hold_up_those_that_run() -> None:
 
     async def test() -> None:
         async with echoing(max_num_seqs=64) as engine:
-            add, tokens = engine.engine.add_request, []
+            prepare, tokens = engine.engine.prepare, []
 
             def slow(*arguments: Any, **more: Any) -> str:
                 tokens.append(engine.stats().completion_tokens)
-                time.sleep(0.004)
-                return add(*arguments, **more)
+                time.sleep(0.02)
+                return prepare(*arguments, **more)
 
             stream = engine.stream(ids(20), greedy(900))
             await anext(stream)
-            engine.engine.add_request = slow  # type: ignore[method-assign]
+            engine.engine.prepare = slow  # type: ignore[method-assign]
             await engine.generate([ids(20, seed=n) for n in range(30)], greedy(1))
             assert tokens[-1] - tokens[0] >= 8
             await stream.aclose()
@@ -384,7 +384,7 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
         async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
             tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 900)) for n in range(4)]
             await until_running(engine, 1)
-            while engine.stats().waiting != 3:
+            while engine.stats().waiting != 3 or engine.engine.scheduler.waiting.num_requests != 1:
                 await asyncio.sleep(0.001)
             await engine.close()
             await engine.close()

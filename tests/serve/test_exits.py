@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid import AsyncEngine, Drafter, Engine, RequestError, RequestOutput, SamplingParams, SpeculationConfig
+from hybrid.engine.request import Request
 from hybrid.speculation.drafter import History
 from support.engines import answer, assert_nothing_held, engine_on, greedy, ids
 
@@ -80,19 +81,19 @@ def test_a_drafter_that_exits_is_refused(tiny: Engine, place: str) -> None:
 def test_a_prompt_that_exits_gets_an_error_that_ends_no_event_loop(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_request = Engine.add_request
+    prepare = Engine.prepare
 
-    def add(engine: Engine, prompt: Any, *arguments: Any, **more: Any) -> str:
+    def exits_for_one(engine: Engine, prompt: Any, *arguments: Any) -> Request:
         if len(prompt) == 7:
             sys.exit("of a prompt")
-        return add_request(engine, prompt, *arguments, **more)
+        return prepare(engine, prompt, *arguments)
 
-    monkeypatch.setattr(Engine, "add_request", add)
+    monkeypatch.setattr(Engine, "prepare", exits_for_one)
 
     async def test() -> None:
         async with AsyncEngine(engine_on(tiny)) as engine:
             with pytest.raises(
-                RequestError, match="SystemExit: of a prompt was raised in the engine's thread"
+                RequestError, match="SystemExit: of a prompt was raised in a thread of the engine"
             ) as raised:
                 await read(engine, ids(7), greedy(3))
             assert isinstance(raised.value.__cause__, SystemExit)

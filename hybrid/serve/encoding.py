@@ -1,0 +1,144 @@
+"""Encoding prompts beside the thread that runs the engine.
+
+A prompt may be long, its template slow, its grammar large, its image of many pixels. Threads of their own make requests
+of prompts, by turns between namespaces; the engine's thread only enters what is ready. All methods but those that a
+thread of the pool calls are for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hybrid.engine.request import Request
+from hybrid.serve.admission import AdmissionQueue, Inbox, PendingPrompt
+
+Encoded = Request | BaseException
+"""A request that can run, or why the prompt cannot."""
+
+
+class EncodingPool:
+    """Threads that make requests of prompts.
+
+    Prompts of one namespace have all threads but one, where there are several: another namespace's are encoded beside
+    the slowest. A prompt that is removed while it is encoded occupies its thread until that has ended.
+
+    Args:
+        encode: makes a request of a prompt, in any thread.
+        deliver: takes what has become of a prompt, in a thread of the pool.
+        num_threads: that encode at once. They are started with the first prompt.
+        max_seconds: from `add` until a prompt is encoded, at most; None: no limit.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[PendingPrompt], Request],
+        deliver: Callable[[Inbox, Encoded], None],
+        num_threads: int,
+        max_seconds: float | None,
+    ) -> None:
+        self._encode = encode
+        self._deliver = deliver
+        self._num_threads = num_threads
+        self._max_seconds = max_seconds
+        self._changed = threading.Condition()
+        self._queue = AdmissionQueue()
+        self._asked: dict[Inbox, PendingPrompt] = {}  # all that were added, until they are taken
+        self._deadlines: dict[Inbox, float] = {}  # of those that are not encoded, the first one first
+        self._running: Counter[str] = Counter()  # prompts that are being encoded, by namespace
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __contains__(self, inbox: object) -> bool:
+        return inbox in self._asked
+
+    def __iter__(self) -> Iterator[tuple[Inbox, PendingPrompt]]:
+        return iter(self._asked.items())
+
+    def add(self, inbox: Inbox, asked: PendingPrompt) -> None:
+        """Encode a prompt."""
+        while len(self._threads) < self._num_threads:
+            thread = threading.Thread(target=self._work, name=f"hybrid-encoding-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        with self._changed:
+            self._changed.notify()
+            self._queue.add(inbox, asked)
+            if self._max_seconds is not None:
+                self._deadlines[inbox] = time.monotonic() + self._max_seconds
+            self._asked[inbox] = asked  # at last: where this raises before, nothing waits for it
+
+    def remove(self, inbox: Inbox) -> PendingPrompt | None:
+        """Forget a prompt, wherever it is. None: it is not there."""
+        with self._changed:
+            asked = self._asked.pop(inbox, None)
+            self._deadlines.pop(inbox, None)
+            self._queue.remove(inbox)
+            return asked
+
+    def mend(self) -> None:
+        """Make it consistent after an exception in one of the calls."""
+        with self._changed:
+            self._queue.mend()
+            self._deadlines = {inbox: end for inbox, end in self._deadlines.items() if inbox in self._asked}
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until a prompt has taken too long; None: none can."""
+        with self._changed:
+            first = next(iter(self._deadlines.values()), None)
+        return None if first is None else max(0.0, first - time.monotonic())
+
+    def next_overdue(self) -> Inbox | None:
+        """A prompt that has taken too long; None: there is none."""
+        with self._changed:
+            inbox, deadline = next(iter(self._deadlines.items()), (None, 0.0))
+        return inbox if deadline <= time.monotonic() else None
+
+    def close(self) -> None:
+        """Forget all prompts, and end the threads, each with the prompt that it encodes."""
+        with self._changed:
+            self._is_closed = True
+            self._queue, self._asked, self._deadlines = AdmissionQueue(), {}, {}
+            self._changed.notify_all()
+
+    # In the threads of the pool
+
+    def _work(self) -> None:
+        while (following := self._next()) is not None:
+            self._encode_one(*following)
+            del following  # nothing is kept alive by a thread that waits
+
+    def _next(self) -> tuple[Inbox, PendingPrompt] | None:
+        """Wait for a prompt whose turn it is; None: the pool was closed."""
+        most = max(1, self._num_threads - 1)
+        with self._changed:
+            while not self._is_closed:
+                full = {namespace for namespace, count in self._running.items() if count >= most}
+                following = self._queue.next(full)
+                if following is not None:
+                    self._running[following[1].namespace] += 1
+                    return following
+                self._changed.wait()
+        return None
+
+    def _encode_one(self, inbox: Inbox, asked: PendingPrompt) -> None:
+        encoded: Any
+        try:
+            encoded = self._encode(asked)
+        except BaseException as error:
+            encoded = error
+        with self._changed:
+            self._running[asked.namespace] -= 1
+            self._running += Counter()  # without those that are zero
+            self._deadlines.pop(inbox, None)
+            self._changed.notify_all()
+            is_wanted = inbox in self._asked
+        if is_wanted:
+            self._deliver(inbox, encoded)
