@@ -79,11 +79,11 @@ class Images:
     def __init__(self, model: PassModel) -> None:
         self._model = model
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[bytes, int], Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], Tensor] = OrderedDict()
 
     @torch.no_grad()
     def read(
-        self, inputs: ImageInputs, rows: Sequence[Sequence[int]], pads: Sequence[int], page_size: int
+        self, inputs: ImageInputs, rows: Sequence[Sequence[int]], pads: Sequence[int], page_size: int, namespace: str
     ) -> tuple[Media | None, ...]:
         """Per prompt its images; None: it has none.
 
@@ -91,6 +91,7 @@ class Images:
             inputs: of the call.
             rows, pads: the prompts' tokens, and the padding before each.
             page_size: of the cache.
+            namespace: embeddings that are kept are used again within it alone, and by the same version of the model.
 
         Raises:
             ArgumentError: the images of this model cannot be cached.
@@ -114,14 +115,17 @@ class Images:
             )
         images = zip(inputs.pixel_values.split(sizes), grids, strict=True)
         types = inputs.mm_token_type_ids.tolist()
-        media = tuple(self._media(list(row), types[at][pads[at] :], images, page_size) for at, row in enumerate(rows))
+        space = self._model.versions.current().key_space(namespace)
+        media = tuple(
+            self._media(list(row), types[at][pads[at] :], images, page_size, space) for at, row in enumerate(rows)
+        )
         left = sum(1 for _ in images)
         if left:
             raise PromptError(f"there are {left} more images than places for them in the prompts")
         return media
 
     def _media(
-        self, row: list[int], types: list[int], images: Iterator[tuple[Tensor, Tensor]], page_size: int
+        self, row: list[int], types: list[int], images: Iterator[tuple[Tensor, Tensor]], page_size: int, key_space: str
     ) -> Media | None:
         """The images of one prompt."""
         inner = self._model.inner
@@ -139,7 +143,7 @@ class Images:
                     raise PromptError("the prompts have places for more images than there are in pixel_values")
                 if len(pixels) != count * merged:
                     raise PromptError(f"an image of {len(pixels) // merged} tokens has {count} places in the prompt")
-                embeddings, digest = self._embed(pixels, grid)
+                embeddings, digest = self._embed(pixels, grid, key_space)
                 embedded.append(Image(start, embeddings, PixelHash(digest)))
                 grids.append(grid)
             start += count
@@ -152,11 +156,11 @@ class Images:
         )
         return Media.of(ImagePrompt(row, embedded, positions[:, 0]), embedded[0].embeddings.shape[1], page_size)
 
-    def _embed(self, pixels: Tensor, grid: Tensor) -> tuple[Tensor, bytes]:
+    def _embed(self, pixels: Tensor, grid: Tensor, key_space: str) -> tuple[Tensor, bytes]:
         """An image's embeddings, `[tokens, hidden_size]`, and the hash of its content."""
         shape = f"{pixels.dtype} {[*pixels.shape]} {grid.tolist()}".encode()
         digest = hashlib.sha256(pixels.contiguous().cpu().view(torch.uint8).numpy().tobytes() + shape).digest()
-        key = digest, self._model.versions.current().weights
+        key = digest, key_space
         with self._lock:
             if key not in self._kept:
                 device = self._model.device

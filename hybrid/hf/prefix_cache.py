@@ -520,9 +520,10 @@ class PrefixCache:
 
     def _keys(self, prompts: Prompts, images: ImageInputs | None, namespace: str) -> KeySpace:
         """Make the keys of prompts, for the model as it is now."""
+        check_namespace(namespace)
         media: tuple[Media | None, ...] = (None,) * len(prompts.rows)
         if images is not None:
-            media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
+            media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size, namespace)
         with self._bookkeeping():
             return KeySpace(self._key_space(namespace), media, self._segments)
 

@@ -219,9 +219,19 @@ def test_an_image_is_embedded_once(vision: Any) -> None:
     with torch.no_grad():
         vision.model.visual.merger.linear_fc2.weight.mul_(1)
     cache.generate(**prompt, **greedy())
-    hook.remove()
     assert cache.explanations[0].usable_hit == 0
     assert len(calls) == 3
+    for times in (4, 4):  # whether another namespace had it is not seen by the time that it takes
+        cache.generate(**prompt, **greedy(), namespace="other")
+        assert len(calls) == times
+    former = vision.config._attn_implementation
+    vision.set_attn_implementation("eager" if former != "eager" else "sdpa")  # rounds otherwise: another version
+    try:
+        cache.generate(**prompt, **greedy())
+        assert len(calls) == 5
+    finally:
+        vision.set_attn_implementation(former)
+        hook.remove()
 
 
 def test_an_installed_cache_takes_images(vision: Any) -> None:
