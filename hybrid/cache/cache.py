@@ -636,6 +636,12 @@ class HybridCache:
 
     # What went bad
 
+    def is_damaged(self, key: Key, num_tokens: int) -> bool:
+        """Tell whether something that is cached of the first `num_tokens` tokens of a key holds NaN or infinity. Reads
+        all of it."""
+        with self.bookkeeping():
+            return self._dropper.find_damaged(key, num_tokens) is not None
+
     def drop_damaged(self, key: Key, num_tokens: int) -> bool:
         """Drop what holds NaN or infinity of the first `num_tokens` tokens of a key, after a pass that resumed there
         gave such: from the first such page on all that continues from it, or the checkpoint; here and in all tiers.

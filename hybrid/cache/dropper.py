@@ -40,25 +40,32 @@ class Dropper:
         self._pins = pins
         self._tiers = tiers
 
-    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
-        """See `HybridCache.drop_damaged`."""
+    def find_damaged(self, key: Key, num_tokens: int) -> int | Node | None:
+        """The number of pages before the first one of a prefix that holds NaN or infinity, or else the node of its
+        checkpoint, if that does; None: neither does."""
         found = self._tree.peek(key, num_tokens)
         reader = self._memory.mover
         if found.deepest is None or not isinstance(reader, ContentReader):
-            return False
-        pages = self._tree.pages(found.deepest, found.num_page_tokens)
-        for at, page in enumerate(pages):
+            return None
+        for at, page in enumerate(self._tree.pages(found.deepest, found.num_page_tokens)):
             if not self._is_sound(reader, page=page):
-                self.drop(key, num_tokens, key.whole(at * self._tree.page_size, self._tree.page_size))
-                return True
+                return at
         node = found.checkpoint
         if node is None or self._is_sound(reader, slot=node.slot):
-            return False
-        self._unpin([node])
-        with self._without_copies():
-            self._allocator.evict(partial(self._tree.evict_checkpoint, node))
-        self._drop_copies([(CHECKPOINT, self._names(key, node.end)[-1])])
-        return True
+            return None
+        return node
+
+    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
+        """See `HybridCache.drop_damaged`."""
+        found = self.find_damaged(key, num_tokens)
+        if isinstance(found, Node):
+            self._unpin([found])
+            with self._without_copies():
+                self._allocator.evict(partial(self._tree.evict_checkpoint, found))
+            self._drop_copies([(CHECKPOINT, self._names(key, found.end)[-1])])
+        elif found is not None:
+            self.drop(key, num_tokens, key.whole(found * self._tree.page_size, self._tree.page_size))
+        return found is not None
 
     def drop(self, key: Key, num_tokens: int, num_kept: int = 0) -> None:
         """Drop the pages and checkpoints of a key up to `num_tokens`, but for those of its first `num_kept` tokens

@@ -295,16 +295,17 @@ class Scheduler:
             self.discard(request)
 
     def start_cold(self, part: Part) -> bool:
-        """A pass gave NaN or infinity: if its request had resumed from what is cached, drop what of that is damaged,
-        and have the request start again without it, once. It keeps the tokens that it has given. False: it cannot."""
+        """A pass gave NaN or infinity: if its request had resumed from what is cached, or what it shares is damaged,
+        drop what of that is damaged, and have the request start again without it, once. It keeps the tokens that it has
+        given. False: it cannot."""
         request, lease = part.request, part.lease
-        if not lease.num_hit_tokens or request.cold is not None:
+        key, num_tokens = lease.key, lease.num_hit_tokens or len(lease.key)
+        if request.cold is not None or not (lease.num_hit_tokens or self.cache.is_damaged(key, num_tokens)):
             return False
         if request.lease is not None:
             self.discard(request)
             if not request.is_replay:
                 self._wait_again(request)
-        key, num_tokens = lease.key, lease.num_hit_tokens
         request.cold = ColdStart(key, num_tokens, part.end, self.cache.drop_damaged(key, num_tokens))
         return True
 

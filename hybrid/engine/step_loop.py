@@ -310,9 +310,9 @@ class StepLoop(ABC):
         if not self._scheduler.start_cold(part):
             return False
         log.warning(
-            "%s resumed from %d cached tokens and got NaN or infinity: %s, and it is computed without them",
+            "%s read %d cached tokens and got NaN or infinity: %s, and it is computed without them",
             request.request_id,
-            part.lease.num_hit_tokens,
+            request.cold.num_tokens if request.cold is not None else 0,
             "they are dropped" if request.cold is not None and request.cold.is_damaged else "they look sound",
         )
         self.forget(request)

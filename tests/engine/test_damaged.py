@@ -1,7 +1,10 @@
 """Contents that went bad, in a copy or in memory: a miss, and an answer as from a cold run, instead of an error."""
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tiers.archive import read_archive
+from hybrid.tiers.tier import UnavailableError
 from hybrid.tree.node import Node
 from support.engines import (
     GRID,
@@ -134,7 +138,7 @@ def test_a_hit_that_gives_nan_is_computed_cold_once(
     found = answer(engine, PROMPT, PARAMS)
     assert same(found, expected), found.error
     assert found.usage.cached_tokens == 0 and "is left out" in found.explain
-    assert "resumed from 96 cached tokens and got NaN or infinity" in caplog.text
+    assert "read 96 cached tokens and got NaN or infinity" in caplog.text
     assert engine.cache.stats().dropped_hits == 1
     again = answer(engine, PROMPT, PARAMS)
     assert same(again, expected) and again.usage.cached_tokens == 6 * GRID, "and its own are shared"
@@ -309,3 +313,75 @@ def test_all_that_is_copied_was_written(tiny: Engine, config: dict[str, Any]) ->
             evict(engine)
     stats = engine.cache.stats()
     assert (stats.damaged_copies, stats.dropped_hits) == (0, 0) and stats.restored_checkpoints >= 4
+
+
+# Everything at once
+
+
+def damage(engine: Engine, rng: Random) -> str:
+    """Something goes bad, somewhere. Returns what."""
+    tiers, tree = engine.cache.tiers, engine.cache.tree
+    assert tiers is not None and tiers.host is not None
+    what = rng.choice(["a copy", "a page", "a state", "nothing"])
+    if what == "a copy" and (names := [*tiers.host.names()]):
+        with suppress(UnavailableError):  # it was damaged before
+            contents = memoryview(tiers.host.begin([rng.choice(names)]).take()[0])
+            contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
+        return what
+    nodes = [node for _, node in tree.nodes()]
+    if what == "a page" and nodes:
+        engine.cache.kv[rng.choice(rng.choice(nodes).pages)].view(-1)[rng.randrange(64)] = torch.nan
+        return what
+    slots = [node.slot for node in nodes if node.slot is not None]
+    if what == "a state" and slots:
+        tensor = rng.choice([*engine.cache.state_tensors.values()])
+        tensor[rng.choice(slots)].view(-1)[rng.randrange(64)] = torch.nan
+        return what
+    return "nothing"
+
+
+def live(tiny: Engine, seed: int, num_answers: int, folder: Path) -> Counter[str]:
+    """Requests that share prefixes, alone and together, while things go bad and leave the device, and engines end. Each
+    answer is that of a cold run, to the bit; none fails."""
+    rng, counts = Random(seed), Counter[str]()
+    stems = [ids(rng.randrange(2, 7) * GRID, seed=100 * seed + one) for one in range(4)]
+    expected: dict[tuple[int, ...], RequestOutput] = {}
+
+    def opened() -> Engine:
+        return small(tiny, host="1MiB", disk="16MiB", directory=folder / "cache")
+
+    engine = opened()
+    while counts["answers"] < num_answers:
+        prompts = [
+            rng.choice(stems) + ids(rng.randrange(1, 20), seed=rng.randrange(6)) for _ in range(rng.choice([1, 1, 3]))
+        ]
+        names = [engine.add_request(prompt, PARAMS) for prompt in prompts]
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        counts[what := damage(engine, rng)] += 1
+        outputs = run_to_end(engine)
+        for name, prompt in zip(names, prompts, strict=True):
+            if (key := tuple(prompt)) not in expected:
+                expected[key] = cold(tiny, prompt, PARAMS)
+            assert same(outputs[name], expected[key]), (counts, outputs[name].error)
+            counts["answers"] += 1
+            counts["hits"] += outputs[name].usage.cached_tokens > 0
+            counts["restores"] += "tokens restored from" in outputs[name].explain
+        engine.cache.audit()
+        if what in ("a page", "a state") or rng.random() < 0.4:
+            evict(engine)  # what went bad, and was not used, would be a second fault for a later request
+        if rng.random() < 0.1:
+            stats = engine.cache.stats()
+            counts["damaged copies"] += stats.damaged_copies
+            counts["dropped hits"] += stats.dropped_hits
+            engine.close()
+            engine = opened()
+    assert_nothing_held(engine)
+    engine.close()
+    return counts
+
+
+def test_lives_in_which_things_go_bad(tiny: Engine, tmp_path: Path) -> None:
+    counts = live(tiny, 0, 40, tmp_path)
+    assert counts["hits"] > 12 and counts["restores"] > 6
+    assert counts["damaged copies"] and counts["dropped hits"]
