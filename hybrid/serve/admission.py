@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from hybrid.engine.output import RequestOutput
@@ -169,6 +170,8 @@ class PendingPrompt:
     Attributes:
         prompt, params, namespace, request_id: as for `Engine.add_request`.
         num_bytes: that the prompt takes about.
+        arrived: when it was asked, as `time.perf_counter`: what it waits to be encoded is a part of the time to its
+            first token.
     """
 
     prompt: Prompt
@@ -176,6 +179,7 @@ class PendingPrompt:
     namespace: str
     request_id: str | None
     num_bytes: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
 
 
 class AdmissionQueue:

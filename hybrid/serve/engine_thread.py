@@ -341,7 +341,10 @@ class EngineThread:
     def _encode(self, asked: PendingPrompt) -> Request:
         """In a thread of the pool."""
         assert asked.request_id is not None
-        return self.engine.prepare(asked.prompt, asked.params, asked.namespace, asked.request_id)
+        request = self.engine.prepare(asked.prompt, asked.params, asked.namespace, asked.request_id)
+        for answer in request.answers:
+            answer.arrived = asked.arrived
+        return request
 
     def _deliver_encoded(self, inbox: Inbox, encoded: Encoded) -> None:
         """In a thread of the pool."""

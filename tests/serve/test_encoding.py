@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def test_a_prompt_that_takes_long_holds_up_neither_what_runs_nor_other_prompts_n
     async def test(engine: AsyncEngine, let_go: threading.Event) -> None:
         running = engine.stream(ids(20), greedy(900))
         await anext(running)
+        began = time.perf_counter()
         slow = [asyncio.create_task(engine.generate([ids(SLOW)], greedy(2), namespace="a")) for _ in range(2)]
         await until_waiting(engine, 2)
         assert (await engine.generate([ids(20)], greedy(2), namespace="a"))[0].finish_reason == "length"
@@ -70,8 +72,11 @@ def test_a_prompt_that_takes_long_holds_up_neither_what_runs_nor_other_prompts_n
             assert (await engine.generate([ids(20)], greedy(2), namespace="b"))[0].finish_reason == "length"
         assert (await anext(running)).delta_token_ids
         await running.aclose()
+        until_let_go = time.perf_counter() - began
         let_go.set()
-        assert [found[0].finish_reason for found in await asyncio.gather(*slow)] == ["length"] * 6
+        found = [outputs[0] for outputs in await asyncio.gather(*slow)]
+        assert [output.finish_reason for output in found] == ["length"] * 6
+        assert found[0].time_to_first_token > until_let_go / 2  # from when it was asked
 
     run(test)
 
