@@ -81,7 +81,8 @@ class NodeUsage:
         """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""
         if self.tenant is not tenant:
             self.tenant, self.priority = tenant, priority
-        self.priority = max(self.priority, priority)
+        elif priority > self.priority:
+            self.priority = priority
         tenant.has_priorities |= priority != 0
 
 

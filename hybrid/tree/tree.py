@@ -105,6 +105,7 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
+        self._latest_tenant: tuple[str | None, Tenant] = None, Tenant(-1)
         self._tenant_numbers = count(1)
         self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
@@ -472,10 +473,14 @@ class Tree:
         usage.stored_for(self._tenant(tenant), priority)
 
     def _tenant(self, name: str) -> Tenant:
-        tenant = self.tenants.get(name)
-        if tenant is None:
-            tenant = self.tenants[name] = Tenant(next(self._tenant_numbers))
-        return tenant
+        latest, tenant = self._latest_tenant  # most often it is the same again
+        if latest == name:
+            return tenant
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = Tenant(next(self._tenant_numbers))
+        self._latest_tenant = name, found
+        return found
 
     def admits(self, usage: NodeUsage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
         """Return whether a checkpoint that is not stored yet is worth more than what would be evicted for it.

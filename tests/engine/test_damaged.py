@@ -322,11 +322,12 @@ def damage(engine: Engine, rng: Random) -> str:
     """Something goes bad, somewhere. Returns what."""
     tiers, tree = engine.cache.tiers, engine.cache.tree
     assert tiers is not None and tiers.host is not None
-    what = rng.choice(["a copy", "a page", "a state", "nothing"])
-    if what == "a copy" and (names := [*tiers.host.names()]):
-        with suppress(UnavailableError):  # it was damaged before
-            contents = memoryview(tiers.host.begin([rng.choice(names)]).take()[0])
-            contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
+    what = rng.choice(["copies", "a page", "a state", "nothing"])
+    if what == "copies" and (names := sorted(tiers.host.names())):
+        for name in rng.sample(names, len(names) // 2 + 1):
+            with suppress(UnavailableError):  # it was damaged before
+                contents = memoryview(tiers.host.begin([name]).take()[0])
+                contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
         return what
     nodes = [node for _, node in tree.nodes()]
     if what == "a page" and nodes:
@@ -350,6 +351,12 @@ def live(tiny: Engine, seed: int, num_answers: int, folder: Path) -> Counter[str
     def opened() -> Engine:
         return small(tiny, host="1MiB", disk="16MiB", directory=folder / "cache")
 
+    def close(engine: Engine) -> None:
+        stats = engine.cache.stats()
+        counts["damaged copies"] += stats.damaged_copies
+        counts["dropped hits"] += stats.dropped_hits
+        engine.close()
+
     engine = opened()
     while counts["answers"] < num_answers:
         prompts = [
@@ -371,17 +378,14 @@ def live(tiny: Engine, seed: int, num_answers: int, folder: Path) -> Counter[str
         if what in ("a page", "a state") or rng.random() < 0.4:
             evict(engine)  # what went bad, and was not used, would be a second fault for a later request
         if rng.random() < 0.1:
-            stats = engine.cache.stats()
-            counts["damaged copies"] += stats.damaged_copies
-            counts["dropped hits"] += stats.dropped_hits
-            engine.close()
+            close(engine)
             engine = opened()
     assert_nothing_held(engine)
-    engine.close()
+    close(engine)
     return counts
 
 
 def test_lives_in_which_things_go_bad(tiny: Engine, tmp_path: Path) -> None:
     counts = live(tiny, 0, 40, tmp_path)
     assert counts["hits"] > 12 and counts["restores"] > 6
-    assert counts["damaged copies"] and counts["dropped hits"]
+    assert counts["damaged copies"] and counts["dropped hits"], counts

@@ -31,7 +31,7 @@ def test_memory_changes_hands_and_moves_while_answers_stay_those_of_a_cold_run(
     rng = random.Random(3)
     history: list[list[int]] = []
     params = greedy(GRID + 3)
-    for turn in range(10):
+    for turn in range(14):
         start = rng.choice(history) if history and rng.random() < 0.6 else ids(rng.randrange(20, 160), seed=turn)
         prompts = [start[: rng.randrange(10, len(start) + 1)] + ids(7, seed=100 + 2 * turn + n) for n in range(2)]
         outputs = engine.generate(prompts, params, progress=False)
