@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 BASE: dict[str, Any] = {
     "vocab_size": 320,
@@ -184,6 +186,12 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By name, which begins with the model type of config.json."""
+
+
+def is_comparable(name: str) -> bool:
+    """Tell whether the transformers that is installed computes a family as its models were trained: before 5.23 it
+    normalises the groups of a Bamba all together."""
+    return FAMILIES[name].settings.get("mamba_n_groups", 1) == 1 or Version(version("transformers")) >= Version("5.23")
 
 
 def random_model(family: Family, seed: int = 0) -> Any:

@@ -21,7 +21,7 @@ from hybrid import (
     PromptError,
     UnsupportedModelError,
 )
-from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.commands.random_checkpoints import is_comparable, write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
 from support.checkpoints import cast_weights, random_model, text_config
 from support.drafters import following
@@ -263,6 +263,8 @@ def test_the_memory_of_adapters_is_counted_and_limited(loaded: Engine, folders: 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
 def test_other_families_name_and_order_their_weights_otherwise(family: str, tmp_path: Path) -> None:
+    if not is_comparable(family):
+        pytest.skip("transformers before 5.23 normalises the groups of a Bamba all together")
     base = write_random_checkpoint(tmp_path / "base", family)
     from transformers import AutoModelForCausalLM
 

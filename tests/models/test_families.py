@@ -8,7 +8,7 @@ import torch
 
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.commands import parity
-from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import FAMILIES, is_comparable, write_random_checkpoint
 from hybrid.models.loading import ARCHITECTURES
 
 CONFIG = CacheConfig(memory="64MiB", deterministic=True)
@@ -39,6 +39,8 @@ def test_there_is_a_random_checkpoint_of_every_model_type() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name: str, written: dict[str, Path]) -> None:
+    if not is_comparable(name):
+        pytest.skip("transformers before 5.23 normalises the groups of a Bamba all together")
     own = judge_of(written[name], "float32")
     theirs = parity.transformers_logits(written[name], parity.compared_with_transformers(own))
     assert_all_pass(parity.against_transformers(own, torch.from_numpy(theirs)))
