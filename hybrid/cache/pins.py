@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from hybrid.cache.allocator import Allocator
 from hybrid.checks import number, shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.expiry import ExpiryQueue
 from hybrid.key import Key, check_key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import StateLock
@@ -66,8 +66,7 @@ class Pins:
         self._memory = memory
         self._allocator = allocator
         self._locks: dict[Pin, StateLock] = {}
-        self._next_to_expire: list[tuple[float, int, Pin]] = []  # a heap; pins that have ended may be in it
-        self._num_added = 0
+        self._ends: ExpiryQueue[Pin] = ExpiryQueue()
 
     def __len__(self) -> int:
         return len(self._locks)
@@ -94,7 +93,7 @@ class Pins:
             return None
         pin = Pin(node.end, time.monotonic() + ttl)
         self._locks[pin] = self._allocator.pin(node)
-        self._note_end(pin)
+        self._ends.put(pin, pin.expires)
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
             raise MemoryBudgetError(PINNED_TOO_MUCH)
@@ -125,37 +124,22 @@ class Pins:
             ArgumentError: it is not a pin.
         """
         check_pin("unpin", pin)
+        self._ends.remove(pin)
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
-        pin = self._first_to_expire()
+        pin = self._ends.first
         if pin is not None:
             self.remove(pin)
         return pin is not None
 
     def expire(self) -> None:
         """End the pins whose time is over."""
-        if self._locks:
-            now = time.monotonic()
-            while (pin := self._first_to_expire()) is not None and pin.expires <= now:
-                self.remove(pin)
-
-    def _note_end(self, pin: Pin) -> None:
-        heap = self._next_to_expire
-        if len(heap) > 2 * len(self._locks) + 64:  # most of them have ended
-            heap[:] = [entry for entry in heap if entry[2] in self._locks]
-            heapify(heap)
-        self._num_added += 1
-        heappush(heap, (pin.expires, self._num_added, pin))
-
-    def _first_to_expire(self) -> Pin | None:
-        heap = self._next_to_expire
-        while heap and heap[0][2] not in self._locks:
-            heappop(heap)
-        return heap[0][2] if heap else None
+        while (pin := self._ends.overdue) is not None:
+            self.remove(pin)
 
     @property
     def locks(self) -> Mapping[Pin, StateLock]:
