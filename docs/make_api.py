@@ -17,7 +17,19 @@ import hybrid.hf
 PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = {
-    "The engine": ["Engine", "AsyncEngine", "EngineConfig", "SamplingParams", "RequestOutput", "Usage", "EngineStats"],
+    "The engine": [
+        *("Engine", "AsyncEngine", "EngineConfig", "SamplingParams"),
+        *(
+            "RequestOutput",
+            "Completion",
+            "Usage",
+            "Explanation",
+            "TextStream",
+            "OutputStream",
+            "Accepted",
+            "EngineStats",
+        ),
+    ],
     "The cache": ["CacheConfig", "HybridCache", "CacheMemory", "CacheStats", "Key", "Pin", "Mover"],
     "Eviction": ["Policy", "Facts"],
     "Images": ["Image", "ImagePrompt"],

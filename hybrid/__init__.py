@@ -41,23 +41,25 @@ from hybrid.version import __version__  # noqa: E402
 if TYPE_CHECKING:
     from hybrid.cache.cache import HybridCache
     from hybrid.cache.config import CacheConfig
+    from hybrid.cache.explain import Explanation
     from hybrid.cache.pins import Pin
     from hybrid.cache.stats import CacheStats
     from hybrid.engine.config import EngineConfig
-    from hybrid.engine.engine import Engine
-    from hybrid.engine.output import RequestOutput, Usage
+    from hybrid.engine.engine import Engine, TextStream
+    from hybrid.engine.output import Accepted, Completion, RequestOutput, Usage
     from hybrid.engine.sampling_params import SamplingParams
     from hybrid.engine.stats import EngineStats, Histogram
     from hybrid.key import Key
     from hybrid.memory.memory import CacheMemory, Mover
     from hybrid.prompts.images import Image, ImagePrompt
-    from hybrid.serve.async_engine import AsyncEngine
+    from hybrid.serve.async_engine import AsyncEngine, OutputStream
     from hybrid.speculation.config import SpeculationConfig
     from hybrid.speculation.drafter import Drafter, History
     from hybrid.tiers.transfer import Transfer
     from hybrid.tree.policy import Facts, Policy, PolicyWarning
 
 __all__ = [
+    "Accepted",
     "ArgumentError",
     "AsyncEngine",
     "AuditError",
@@ -67,11 +69,13 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "ClosedError",
+    "Completion",
     "Drafter",
     "EncodingLimitError",
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Explanation",
     "Facts",
     "Histogram",
     "History",
@@ -85,6 +89,7 @@ __all__ = [
     "MemoryBudgetError",
     "Mover",
     "NonFiniteError",
+    "OutputStream",
     "OwnershipError",
     "Pin",
     "Policy",
@@ -96,6 +101,7 @@ __all__ = [
     "SamplingError",
     "SamplingParams",
     "SpeculationConfig",
+    "TextStream",
     "Transfer",
     "UnsupportedModelError",
     "Usage",
@@ -107,17 +113,18 @@ __all__ = [
 _HOMES = {
     "cache.cache": "HybridCache",
     "cache.config": "CacheConfig",
+    "cache.explain": "Explanation",
     "cache.pins": "Pin",
     "cache.stats": "CacheStats",
     "engine.config": "EngineConfig",
-    "engine.engine": "Engine",
-    "engine.output": "RequestOutput Usage",
+    "engine.engine": "Engine TextStream",
+    "engine.output": "Accepted Completion RequestOutput Usage",
     "engine.sampling_params": "SamplingParams",
     "engine.stats": "EngineStats Histogram",
     "key": "Key",
     "memory.memory": "CacheMemory Mover",
     "prompts.images": "Image ImagePrompt",
-    "serve.async_engine": "AsyncEngine",
+    "serve.async_engine": "AsyncEngine OutputStream",
     "speculation.config": "SpeculationConfig",
     "speculation.drafter": "Drafter History",
     "tiers.transfer": "Transfer",

@@ -70,7 +70,8 @@ class RequestError(HybridError):
 
 
 class QueueFullError(RequestError):
-    """A queue is full: `EngineConfig.max_waiting` requests wait. Nothing was changed; try again later."""
+    """A queue is full: `EngineConfig.max_waiting` requests wait, and as many run as can. Nothing was changed; try again
+    later."""
 
 
 class EncodingLimitError(RequestError):

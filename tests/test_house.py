@@ -206,6 +206,7 @@ def test_every_program_in_the_readme_is_there() -> None:
 def test_the_public_names_are_these() -> None:
     assert hybrid.__all__ == sorted(hybrid.__all__)
     assert set(hybrid.__all__) == {
+        "Accepted",
         "ArgumentError",
         "AsyncEngine",
         "AuditError",
@@ -215,11 +216,13 @@ def test_the_public_names_are_these() -> None:
         "CacheStats",
         "CheckpointError",
         "ClosedError",
+        "Completion",
         "Drafter",
         "EncodingLimitError",
         "Engine",
         "EngineConfig",
         "EngineStats",
+        "Explanation",
         "Facts",
         "Histogram",
         "History",
@@ -233,6 +236,7 @@ def test_the_public_names_are_these() -> None:
         "MemoryBudgetError",
         "NonFiniteError",
         "Mover",
+        "OutputStream",
         "OwnershipError",
         "Pin",
         "Policy",
@@ -244,6 +248,7 @@ def test_the_public_names_are_these() -> None:
         "SamplingError",
         "SamplingParams",
         "SpeculationConfig",
+        "TextStream",
         "Transfer",
         "UnsupportedModelError",
         "Usage",

@@ -40,6 +40,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
+from hybrid.key import Key
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import Archive, read_archive
@@ -401,6 +402,11 @@ class Engine:
             raise ArgumentError(f"the adapter {adapter!r} was replaced while the prompt was encoded; send it again")
         self._steps.enter([request])
 
+    def predict(self, request: Request) -> Explanation:
+        """The hit that a request which was entered would have if it started now, copies in tiers aside. Changes
+        nothing."""
+        return self._explain(request.key(), self.scheduler.cacheable(request))
+
     def step(self) -> list[RequestOutput]:
         """Run one step: a token for every request that decodes, and a share of the prompts.
 
@@ -525,8 +531,11 @@ class Engine:
     def explain(self, prompt: Prompt, *, namespace: str = "", adapter: str | None = None) -> Explanation:
         """The hit that a prompt would have now, and why it would not be longer. Changes nothing."""
         self._claim()
-        key, tree = self._request_builder.key(prompt, namespace or "", adapter), self.cache.tree
-        return explain(tree, key, len(key) - 1, tree.peek(key, len(key) - 1))
+        key = self._request_builder.key(prompt, namespace or "", adapter)
+        return self._explain(key, len(key) - 1)
+
+    def _explain(self, key: Key, limit: int) -> Explanation:
+        return explain(self.cache.tree, key, limit, self.cache.tree.peek(key, limit))
 
     def save(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
 from hybrid.observe import notebook
 
@@ -28,6 +29,24 @@ class Usage:
     completion_tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that an engine has queued, before its first token.
+
+    Attributes:
+        request_id: of the request; its outputs have it.
+        prompt_tokens: tokens of the prompt.
+        predicted: the hit that it would have if it started now: what requests before it compute may add to it, and what
+            they evict may take from it; copies in host memory and on disk are not looked at.
+        end_token_ids: the tokens that end its answer: the model's, unless they are ignored, and its own.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    predicted: Explanation
+    end_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

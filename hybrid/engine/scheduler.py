@@ -215,6 +215,16 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
+    def room(self) -> int | None:
+        """The number of requests that can be queued now: as many as have a slot free, and `EngineConfig.max_waiting`
+        others. Negative: more were. None: any number."""
+        limit, config = self.config.max_waiting, self.config
+        if limit is None:
+            return None
+        num_running = sum(not request.is_replay for request in self.running)
+        return limit + max(0, config.max_num_seqs - num_running) - self.waiting.num_requests
+
+    @property
     def may_prefill(self) -> bool:
         """Tell whether the next step may have prompts."""
         starts = self.waiting and len(self.running) < self.config.max_num_seqs
@@ -223,7 +233,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""
         self.waiting.add(request)
-        self.restoring.queue(request, self._cacheable(request))
+        self.restoring.queue(request, self.cacheable(request))
 
     def schedule(self, only: Set[Request] | None = None, expected: Set[Request] = frozenset()) -> Step:
         """Choose what the next step computes, and allocate the memory for it.
@@ -549,7 +559,7 @@ class Scheduler:
         end = self._prompt_end(request)
         lease = self.cache.begin(
             request.key(),
-            self._cacheable(request),
+            self.cacheable(request),
             request.max_len if request.was_retracted else end,
             request.params.priority,
             request.params.tenant,
@@ -581,7 +591,7 @@ class Scheduler:
         """The number of tokens that a request computes as prompt when it starts."""
         return request.prompt_len if self.deterministic else len(request.ids)
 
-    def _cacheable(self, request: Request) -> int:
+    def cacheable(self, request: Request) -> int:
         """The number of its tokens that may be cached: one is left to compute."""
         return min(self._prompt_end(request) - 1, request.hit_limit) if request.cold is None else 0
 

@@ -70,6 +70,19 @@ class Launched:
         self.parts = [part for part in self.parts if not part.num_unknown or part.request not in requests]
 
 
+def queue_full(num_waiting: int, num_more: int, config: EngineConfig) -> QueueFullError:
+    """The refusal of requests for which there is no room.
+
+    Args:
+        num_waiting: requests that wait.
+        num_more: requests that are refused.
+    """
+    return QueueFullError(
+        f"{num_waiting} requests wait, and {num_more} more are too many: max_waiting={config.max_waiting} beside the "
+        f"max_num_seqs={config.max_num_seqs} that run; try again later"
+    )
+
+
 class StepLoop(ABC):
     """Runs the requests of an engine, step by step: what both loops have, and what holds when a step fails. The
     steps themselves are those of `PlainLoop` and `OverlapLoop` below.
@@ -142,9 +155,9 @@ class StepLoop(ABC):
             QueueFullError: more than may wait.
             ClosedError: a signal handler has closed the engine meanwhile.
         """
-        limit, waiting = self._config.max_waiting, self._scheduler.waiting.num_requests
-        if limit is not None and waiting + len(requests) > limit:
-            raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
+        room = self._scheduler.room
+        if room is not None and len(requests) > room:
+            raise queue_full(self._scheduler.waiting.num_requests, len(requests), self._config)
         with deferred():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from hybrid.engine.output import RequestOutput
+from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import RequestError
 from hybrid.interrupts import deferred
@@ -60,18 +60,21 @@ class Inbox:
 
     Args:
         only_ends: the reader wants the last output alone.
+        awaits_acceptance: the reader waits first until the engine has queued the request (`accepted`).
 
     Attributes:
         loop: the event loop that it is read in.
-        only_ends: as given.
+        only_ends, awaits_acceptance: as given.
         request_id: of the request of the engine; None: the engine has not taken it.
     """
 
-    def __init__(self, *, only_ends: bool = False) -> None:
+    def __init__(self, *, only_ends: bool = False, awaits_acceptance: bool = False) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.only_ends = only_ends
+        self.awaits_acceptance = awaits_acceptance
         self.request_id: str | None = None
         self._lock = threading.Lock()
+        self._accepted: Accepted | None = None
         self._latest: RequestOutput | None = None
         self._read: RequestOutput | None = None  # what the reader had last
         self._error: BaseException | None = None
@@ -80,6 +83,11 @@ class Inbox:
         self._is_closed = False
 
     # In the engine's thread
+
+    def accept(self, accepted: Accepted) -> None:
+        """The engine has queued the request."""
+        with self._lock:
+            self._accepted = accepted
 
     def put(self, output: RequestOutput) -> None:
         """Add an output. It replaces one that was not read; nothing of it is lost by that."""
@@ -112,6 +120,30 @@ class Inbox:
             raise RequestError("another task is waiting for the next output of this stream; one task reads a stream")
         if asyncio.get_running_loop() is not self.loop:
             raise RequestError("this stream was started in another event loop; read it there")
+
+    async def accepted(self) -> Accepted:
+        """Wait until the engine has queued the request.
+
+        Raises:
+            Exception: with which the call failed.
+            RequestError: the inbox was closed meanwhile.
+        """
+        self._is_read = True
+        try:
+            while not self._is_closed:
+                await self._arrived.wait()
+                self._arrived.clear()
+                with self._lock:
+                    accepted, latest, error = self._accepted, self._latest, self._error
+                if latest is not None or error is not None:
+                    self._arrived.set()  # for the next one who waits
+                if accepted is not None:
+                    return accepted
+                if error is not None:
+                    raise error
+            raise RequestError("the request was aborted before the engine took it")
+        finally:
+            self._is_read = False
 
     async def take(self) -> RequestOutput | None:
         """Wait for an output, and remove it. Its delta begins where that of the one before ended. None: the inbox was

@@ -15,7 +15,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.checks import known_keywords
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
-from hybrid.engine.output import RequestOutput
+from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.request_builder import params_of_each
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
@@ -29,7 +29,7 @@ from hybrid.speculation.config import SpeculationConfig
 
 
 class OutputStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one task at a time. Made by `AsyncEngine.stream`.
+    """The outputs of one request, for one task at a time. Made by `AsyncEngine.stream` and `AsyncEngine.submit`.
 
     Args:
         asked: the prompt.
@@ -39,6 +39,9 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     Raises:
         ArgumentError: the namespace is not a string.
+
+    Attributes:
+        accepted: what the engine said when it took the request; None where `AsyncEngine.stream` made this.
     """
 
     _inbox: Inbox | None = None  # in a stream that was not made wholly
@@ -48,16 +51,32 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._thread = thread
         self._keeps = keeps
         self._only_ends = only_ends
+        self.accepted: Accepted | None = None
         self._has_ended = False
         self._task: asyncio.Task[Any] | None = None
         # a task that was cancelled between two outputs may keep the stream alive; it is watched, without the reverse
         self._watch: Callable[[asyncio.Task[Any]], None] = _watcher(weakref.ref(self))
         check_namespace(asked.namespace)
 
-    def begin(self) -> tuple[Inbox, PendingPrompt]:
+    def begin(self, *, awaits_acceptance: bool = False) -> tuple[Inbox, PendingPrompt]:
         """Return where the outputs go, and what is asked. From now on the request is aborted with this stream."""
-        self._inbox = Inbox(only_ends=self._only_ends)
+        self._inbox = Inbox(only_ends=self._only_ends, awaits_acceptance=awaits_acceptance)
         return self._inbox, self._asked
+
+    async def submit(self) -> None:
+        """Start the request, and wait until the engine has queued it. When this task is cancelled meanwhile, the
+        request is aborted.
+
+        Raises:
+            HybridError: the prompt cannot be run, or there is no room, or the engine was closed.
+        """
+        try:
+            inbox, asked = self.begin(awaits_acceptance=True)
+            self._thread.ask([(inbox, asked)])
+            self.accepted = await inbox.accepted()
+        except BaseException:
+            self.abort()
+            raise
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -143,8 +162,8 @@ class AsyncEngine:
 
     Args:
         engine: that nothing else uses from now on.
-        when_full: what a prompt does that finds `EngineConfig.max_waiting` requests waiting: "wait" until there is
-            room, by turns between namespaces, or "refuse": `QueueFullError`.
+        when_full: what a prompt does that finds `EngineConfig.max_waiting` requests waiting, and as many running as
+            can: "wait" until there is room, by turns between namespaces, or "refuse": `QueueFullError`.
 
     Raises:
         ArgumentError: `when_full` is neither.
@@ -220,6 +239,29 @@ class AsyncEngine:
         """
         return OutputStream(self._asked(prompt, params, namespace, request_id), self._thread, keeps=self)
 
+    @known_keywords(params=SamplingParams)
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str | None = None,
+    ) -> OutputStream:
+        """Queue one prompt, and return its stream before any token: `accepted` has its id, the prompt length, the
+        predicted hit and the tokens that end the answer. So a server can answer with headers before the prefill, or
+        with an error. From then on the stream is that of `stream`.
+
+        Args:
+            prompt, params, namespace, request_id: as for `Engine.add_request`.
+
+        Raises:
+            HybridError: all that `Engine.add_request` raises, `EncodingLimitError`, and `ClosedError`.
+        """
+        stream = OutputStream(self._asked(prompt, params, namespace, request_id), self._thread, keeps=self)
+        await stream.submit()
+        return stream
+
     def _asked(
         self, prompt: Prompt, params: SamplingParams | None, namespace: str, request_id: str | None
     ) -> PendingPrompt:
@@ -278,8 +320,29 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether prompts are taken: the engine was not closed, and its thread did not end with an error."""
+        """Tell whether prompts are taken: the engine was not closed, does not drain, and its thread did not end with an
+        error."""
         return self._thread.is_running
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no prompt from now on (`ClosedError`), and wait until those that were taken have ended. Outputs can be
+        read, and `call` and `abort` be used, until `close`.
+
+        Args:
+            timeout: seconds to wait, at most; None: as long as it takes.
+
+        Returns:
+            Whether all have ended; False: the time is over, and some still run.
+
+        Raises:
+            ClosedError: the engine was closed meanwhile.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._thread.drain()
+        except TimeoutError:
+            return False
+        return True
 
     async def close(self) -> None:
         """Abort all requests, free the memory of the cache, and wait until the thread has ended.

@@ -22,10 +22,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from hybrid.engine.engine import Engine
-from hybrid.engine.output import RequestOutput
+from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.request import Request
 from hybrid.engine.stats import EngineStats
-from hybrid.errors import AuditError, ClosedError, EncodingLimitError, QueueFullError, RequestError
+from hybrid.engine.step_loop import queue_full
+from hybrid.errors import AuditError, ClosedError, EncodingLimitError, RequestError
 from hybrid.serve.admission import AdmissionQueue, Inbox, LoopCall, LoopNotifier, PendingPrompt
 from hybrid.serve.encoding import Encoded, EncodingPool
 from hybrid.units import format_bytes
@@ -59,8 +60,8 @@ class EngineThread:
 
     Args:
         engine: which nothing else uses from now on.
-        refuses: a prompt that finds as many waiting as the engine's configuration allows is refused with
-            `QueueFullError`; else it waits.
+        refuses: a prompt for which the engine has no room (`Scheduler.room`) is refused with `QueueFullError`; else it
+            waits.
 
     Attributes:
         engine: as given.
@@ -74,6 +75,8 @@ class EngineThread:
         self._end: Callable[[], ClosedError] | None = None  # set when no command is run any more
         self._is_asked_to_close = False
         self._is_closing = False  # no command is run any more, and no step
+        self._is_draining = False  # no prompt is taken any more
+        self._drains: list[Settle] = []  # callers that wait until nothing is unanswered
         self._process = os.getpid()
         self._admission = AdmissionQueue()
         config = engine.config
@@ -98,7 +101,8 @@ class EngineThread:
     @property
     def is_running(self) -> bool:
         """Whether requests are taken: it was not closed, did not end with an error, and is in this process."""
-        return self._end is None and not self._is_asked_to_close and self._process == os.getpid()
+        takes = self._end is None and not self._is_asked_to_close and not self._is_draining
+        return takes and self._process == os.getpid()
 
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
@@ -109,11 +113,13 @@ class EngineThread:
         """Run prompts; all of them are refused, or none.
 
         Raises:
-            ClosedError: the thread has ended.
+            ClosedError: the thread has ended, or drains.
         """
         inboxes = {inbox for inbox, _ in asked}
         try:
             with self._lock:
+                if self._is_draining and self._end is None:
+                    raise ClosedError("this engine takes no prompts any more: it drains; send them to another one")
                 self._unanswered.update(inboxes)
                 self._post(partial(self._take_in, asked))
         except ClosedError:
@@ -132,6 +138,41 @@ class EngineThread:
             ClosedError: the thread has ended.
             Exception: that of the function.
         """
+
+        def run(settle: Settle) -> None:
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                if self._end is not None:
+                    raise self._end()
+                result = function(self.engine)
+            except StopIteration as failure:  # no future and no coroutine can raise it
+                error = RuntimeError("the function raised StopIteration")
+                error.__cause__ = failure
+            except BaseException as failure:
+                error = failure
+            settle(result, error)
+            self._calls.discard(settle)  # where its loop was closed nothing else does
+
+        return await self._settled(run)
+
+    async def drain(self) -> None:
+        """Take no prompt from now on, and wait until all have ended.
+
+        Raises:
+            ClosedError: the thread has ended.
+        """
+        with self._lock:
+            self._is_draining = True
+        await self._settled(self._drains.append)
+
+    async def _settled(self, run: Callable[[Settle], None]) -> Any:
+        """Run a function in the thread, and wait until what it is given was called, now or later.
+
+        Raises:
+            ClosedError: the thread has ended.
+            Exception: with which it was called.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -146,25 +187,10 @@ class EngineThread:
         def settle_there(result: Any, error: BaseException | None) -> None:
             LoopCall(loop, partial(settle, result, error))
 
-        def run() -> None:
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                if self._end is not None:
-                    raise self._end()
-                result = function(self.engine)
-            except StopIteration as failure:  # no future and no coroutine can raise it
-                error = RuntimeError("the function raised StopIteration")
-                error.__cause__ = failure
-            except BaseException as failure:
-                error = failure
-            settle_there(result, error)
-            self._calls.discard(settle_there)  # where its loop was closed nothing else does
-
         try:
             with self._lock:
                 self._calls.add(settle_there)
-                self._post(run)
+                self._post(partial(run, settle_there))
             return await future
         finally:
             self._calls.discard(settle_there)
@@ -217,6 +243,10 @@ class EngineThread:
         if self.engine.has_work:
             self._outputs.extend(self.engine.step())
         self._deliver_outputs()
+        while self._drains and not self._unanswered:
+            settle = self._drains.pop()
+            settle(None, None)
+            self._calls.discard(settle)
         self._failures = 0
 
     def _continue_after(self, error: BaseException) -> None:
@@ -292,12 +322,10 @@ class EngineThread:
         self._unanswered.discard(inbox)
 
     def _take_in(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
-        limit = self.engine.config.max_waiting
-        waiting = self._num_waiting + len(self._admission)
-        if self._refuses and limit is not None and waiting + len(asked) > limit:
-            text = f"{waiting} requests wait, and {len(asked)} more are too many: max_waiting={limit}"
+        room = self._room
+        if self._refuses and room is not None and len(self._admission) + len(asked) > room:
             for inbox, _ in asked:
-                self._fail(inbox, QueueFullError(text))
+                self._fail(inbox, queue_full(self._num_waiting, len(asked), self.engine.config))
             return
         most = self.engine.config.encoding_bytes
         held = sum(one.num_bytes for _, one in (*self._admission, *self._encoding)) if most is not None else 0
@@ -314,13 +342,19 @@ class EngineThread:
 
     @property
     def _num_waiting(self) -> int:
-        """Requests that wait in the engine, and prompts that are being encoded for it."""
-        return self.engine.scheduler.waiting.num_requests + len(self._encoding)
+        """Requests that wait in the engine, and prompts that wait to be encoded for it."""
+        return self.engine.scheduler.waiting.num_requests + len(self._encoding) + len(self._admission)
+
+    @property
+    def _room(self) -> int | None:
+        """The number of prompts that can be encoded for the engine now; None: any number."""
+        room = self.engine.scheduler.room
+        return None if room is None else room - len(self._encoding)
 
     @property
     def _admission_has_room(self) -> bool:
-        limit = self.engine.config.max_waiting
-        return limit is None or self._num_waiting < limit
+        room = self._room
+        return room is None or room > 0
 
     def _admit(self) -> None:
         """Have the prompts encoded that the engine takes now."""
@@ -353,8 +387,8 @@ class EngineThread:
 
     def _enter_ready(self) -> None:
         """Give the engine the requests that are encoded."""
-        limit, waiting = self.engine.config.max_waiting, self.engine.scheduler.waiting
-        while self._ready and (limit is None or waiting.num_requests < limit):
+        scheduler = self.engine.scheduler
+        while self._ready and ((room := scheduler.room) is None or room > 0):
             inbox, encoded = self._ready[0]
             is_wanted = self._stop_encoding(inbox)
             self._ready.popleft()
@@ -365,8 +399,18 @@ class EngineThread:
                     raise encoded if isinstance(encoded, Exception) else _ended_nothing(encoded)
                 self.engine.enter(encoded)
                 self._inboxes[encoded.request_id], inbox.request_id = inbox, encoded.request_id
+                self._accept(inbox, encoded)
             except Exception as error:
                 self._fail(inbox, error)
+
+    def _accept(self, inbox: Inbox, request: Request) -> None:
+        """Say to a reader that its request was queued, if it waits for that."""
+        if not inbox.awaits_acceptance:
+            return
+        engine = self.engine
+        ends = frozenset(request.end_tokens(engine.loaded.end_tokens))
+        inbox.accept(Accepted(request.request_id, request.prompt_len, engine.predict(request), ends))
+        self._notify(inbox)
 
     def _fail_overdue(self) -> None:
         while (inbox := self._encoding.next_overdue()) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hybrid import (
+    Accepted,
     ArgumentError,
     AsyncEngine,
     CacheConfig,
@@ -25,6 +26,7 @@ from hybrid import (
     Engine,
     EngineConfig,
     MemoryBudgetError,
+    OutputStream,
     PromptError,
     QueueFullError,
     RequestError,
@@ -724,6 +726,72 @@ def test_wrong_arguments_of_an_engine_are_refused(tiny: Engine) -> None:
         AsyncEngine(engine_on(tiny), when_full="queue")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="use from_pretrained"):
         AsyncEngine("tiny")  # type: ignore[arg-type]
+
+
+def test_a_request_is_submitted_before_its_first_token() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.5, max_num_seqs=1, when_full="refuse", max_waiting=2) as engine:
+            first = await engine.submit(ids(40), greedy(5, stop_token_ids=[7]), request_id="mine")
+            assert engine.stats().time_to_first_token.count == 0  # nothing was awaited but the queue
+            engine.engine.runner.seconds = 0.0  # type: ignore[attr-defined]
+            assert first.accepted is not None
+            assert first.accepted == Accepted("mine", 40, first.accepted.predicted, frozenset([7]))
+            assert first.accepted.predicted.usable_hit == 0
+            second = await engine.submit(ids(40), greedy(5))
+            outputs = [output async for output in first]
+            assert [token for output in outputs for token in output.delta_token_ids] == expected(ids(40), 5)
+            assert [output async for output in second][-1].token_ids == expected(ids(40), 5)
+            again = await engine.submit(ids(40), greedy(5))
+            assert again.accepted is not None
+            assert again.accepted.predicted.usable_hit == [output async for output in again][-1].usage.cached_tokens > 0
+            with pytest.raises(PromptError, match="the prompt is empty"):
+                await engine.submit([])
+            with pytest.raises(ArgumentError, match="request_id"):
+                await engine.submit(ids(4), request_id="")
+            dropped = await engine.submit(ids(40), greedy(5))
+            del dropped
+            gc.collect()
+            left = asyncio.create_task(engine.submit(ids(40), greedy(5)))
+            await asyncio.sleep(0)
+            left.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await left
+
+    run(test)
+
+
+def test_requests_are_refused_when_slots_and_queue_are_full() -> None:
+    async def test() -> None:
+        async with echoing(pages=4000, max_num_seqs=64, max_waiting=64, when_full="refuse") as engine:
+            results = await asyncio.gather(
+                *(engine.submit(ids(20, seed=n), greedy(500)) for n in range(220)), return_exceptions=True
+            )
+            refused = [result for result in results if isinstance(result, QueueFullError)]
+            assert len(refused) == 220 - 128
+            assert not [result for result in results if not isinstance(result, QueueFullError | OutputStream)]
+            for stream in results:
+                if isinstance(stream, OutputStream):
+                    stream.abort()
+
+    run(test)
+
+
+def test_an_engine_that_drains_takes_nothing_and_finishes_the_rest() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002, max_num_seqs=2) as engine:
+            streams = [await engine.submit(ids(20, seed=n), greedy(100)) for n in range(5)]
+            assert not await engine.drain(timeout=0.01)
+            assert not engine.is_running
+            with pytest.raises(ClosedError, match="it drains"):
+                await engine.submit(ids(20))
+            with pytest.raises(ClosedError, match="it drains"):
+                await engine.generate([ids(20)])
+            assert await engine.drain()
+            for n, stream in enumerate(streams):
+                assert [output async for output in stream][-1].token_ids == expected(ids(20, seed=n), 100)
+            assert await engine.drain(timeout=5)
+
+    run(test)
 
 
 # On a model
