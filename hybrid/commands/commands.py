@@ -188,7 +188,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "tokens of a block of vLLM, as its log says (default: what vLLM chooses for the model on a GPU)"
     add("--block-size", type=integer(16), metavar="N", help=text)
     add("--no-cures", action="store_true", help="do not replay what may help")
-    add("--prefill-rate", type=seconds, metavar="N", help="tokens of prompts that are computed per second, for times")
+    text = "requests that are in flight at a time (default: they come by their times, else one after the other)"
+    add("--concurrency", type=integer(1), metavar="N", help=text)
+    text = "tokens of prompts that are computed per second, for times (requests that come by theirs: 10,000)"
+    add("--prefill-rate", type=seconds, metavar="N", help=text)
+    text = "tokens per second of each answer, where requests come by their times (default: 50)"
+    add("--decode-rate", type=seconds, metavar="N", help=text)
     add("--price", type=seconds, metavar="P", help="of a million tokens of prompts that are computed, for costs")
     add("--within", type=seconds, default=5.0, help="points that watch allows between server and replay (default: 5)")
 

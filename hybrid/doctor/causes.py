@@ -14,6 +14,7 @@ class Cause(StrEnum):
 
     STATE_EVICTED = "the state was evicted, its pages were not"
     EVICTED = "evicted"
+    TOGETHER = "launched together: another request was computing it"
     ANSWER = "an answer of which no state is kept"
     NO_STATE = "pages are there, and no state was ever put there"
     SHORT = "shorter than a block"
@@ -29,6 +30,7 @@ class Cause(StrEnum):
 REMEDIES: dict[Cause, str] = {
     Cause.STATE_EVICTED: "more memory, or an eviction that knows what a state is worth",
     Cause.EVICTED: "more memory, or an eviction that knows what will be used again",
+    Cause.TOGETHER: "send one of those that share a beginning first, and the others when it answers",
     Cause.ANSWER: "an engine that keeps a state at the end of an answer",
     Cause.NO_STATE: "an engine that puts states where prompts part",
     Cause.SHORT: "nothing, or smaller blocks: it is less than one block per request",
@@ -43,13 +45,17 @@ REMEDIES: dict[Cause, str] = {
 """What would help, by cause."""
 
 
-def causes_of(request: LoggedRequest, fact: Fact, hit: Hit, endless: Hit) -> dict[Cause, int]:
+def causes_of(
+    request: LoggedRequest, fact: Fact, hit: Hit, endless: Hit, in_turn: Hit | None = None
+) -> dict[Cause, int]:
     """Say where the tokens of a prompt went that were not a hit.
 
     Args:
         fact: what the traffic says of the prompt.
         hit: of the engine.
         endless: of the same engine with a memory without end: what lies between the two was evicted.
+        in_turn: of that one if each request ends before the next begins: what lies beyond `endless` was just being
+            computed. None: they do.
 
     Returns:
         Tokens by cause. Their sum is `request.num_prompt - hit.num_tokens`.
@@ -66,6 +72,9 @@ def causes_of(request: LoggedRequest, fact: Fact, hit: Hit, endless: Hit) -> dic
     end = request.num_prompt
     up_to(min(hit.num_page_tokens, endless.num_tokens), Cause.STATE_EVICTED)
     up_to(endless.num_tokens, Cause.EVICTED)
+    if in_turn is not None:
+        up_to(in_turn.num_tokens, Cause.TOGETHER)
+        endless = in_turn
     pages = min(endless.num_page_tokens, max(fact.seen, endless.num_tokens))
     up_to(min(pages, max(fact.answer_from, at)), Cause.NO_STATE)
     up_to(pages, Cause.ANSWER)

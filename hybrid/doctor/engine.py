@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybrid.doctor.request import LoggedRequest
 
@@ -22,9 +22,62 @@ class Hit(NamedTuple):
 MISS = Hit(0, 0)
 
 
+class Running(Protocol):
+    """A request that an engine has begun, with all that it holds there.
+
+    Attributes:
+        hit: what of its prompt was cached.
+        computed: tokens of the prompt and of the answer that are there.
+    """
+
+    hit: Hit
+    computed: int
+
+
 class EngineModel(Protocol):
-    """A model of an engine's scheduler. It serves one request after the other."""
+    """A model of an engine's scheduler.
+
+    `serve` is one request after the other. Several at a time are begun, advanced step by step and ended.
+
+    Attributes:
+        mixes: a step computes prompts and a token of each answer; otherwise answers wait for prompts.
+        shares_at_once: what a step computes is found by requests that begin later in the same step.
+    """
+
+    mixes: bool
+    shares_at_once: bool
 
     def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token, and return what of its prompt was cached."""
+        ...
+
+    def new_step(self) -> None:
+        """A step begins."""
+        ...
+
+    def begin(self, request: LoggedRequest, budget: int | None = None) -> Any:
+        """Find a request's prompt and hold what is found.
+
+        Args:
+            budget: tokens that are left of the step; None: it is not computed in steps.
+
+        Returns:
+            A `Running` of this engine; None: it has no room now, or nothing of it can be computed in this step.
+        """
+        ...
+
+    def end_of_part(self, running: Any, budget: int) -> int:
+        """Where the part of its prompt ends that a step computes, which has `budget` tokens left."""
+        ...
+
+    def next_event(self, running: Any) -> int:
+        """The number of tokens at which its answer takes memory, gives up some or can be found by others next."""
+        ...
+
+    def advance(self, running: Any, end: int) -> bool:
+        """Compute a request up to a token. Returns whether there was room."""
+        ...
+
+    def end(self, running: Any) -> None:
+        """Give up what a request holds."""
         ...

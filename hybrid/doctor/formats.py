@@ -32,6 +32,9 @@ LOGGED_IDS = re.compile(r"(?:prompt_token_ids: |input_ids=)\[([\d, ]+)\]")
 ARRAY = re.compile(rb"\[\s*(?:\{|$)")
 """The beginning of an array of requests; a line of a log may begin with a bracket too."""
 
+MAX_SECONDS = 1e11
+"""A time beyond it is in milliseconds."""
+
 CHUNK = 1 << 20
 """Bytes that are read at a time of a file that is one JSON array."""
 
@@ -251,7 +254,7 @@ def _time_of(value: dict[str, Any]) -> float | None:
     for name in ("ts", "time", "timestamp", "startTime", "start_time", "arrival_time", "created_at", "created"):
         given = value.get(name)
         if isinstance(given, int | float) and not isinstance(given, bool):
-            return float(given)
+            return given / 1000 if given > MAX_SECONDS else float(given)
         if isinstance(given, str):
             try:
                 return datetime.fromisoformat(given).timestamp()

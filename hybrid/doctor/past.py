@@ -65,7 +65,7 @@ class Fact:
         rewritten: tokens after it that were seen at another place.
         rewrite: why they are there.
         answer_from: where the answer of the request that had this prefix last begins.
-        age: requests since then.
+        age: requests since then; 0: nothing of it was seen.
     """
 
     seen: int = 0

@@ -1,18 +1,22 @@
-"""Replay: the requests of traffic on an engine's scheduler, one after the other in order of arrival."""
+"""Replay: the requests of traffic on an engine's scheduler, in order of arrival."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, Arrival, Arrivals, Pace
+from hybrid.doctor.batch import Batch, Begun
 from hybrid.doctor.bound import Bound
 from hybrid.doctor.causes import Cause, causes_of
+from hybrid.doctor.engine import EngineModel
 from hybrid.doctor.engines import BOUND, engine_of
+from hybrid.doctor.evicted import EvictedTokens
 from hybrid.doctor.past import Fact
 from hybrid.doctor.report import Cure, Report, Row, amount
 from hybrid.doctor.request import LoggedRequest
@@ -43,8 +47,10 @@ def replay(
     engine: str | Iterable[str] = "vllm",
     memory: int | str | Iterable[int | str] = "24GiB",
     *,
+    concurrency: int | None = None,
     cures: bool = True,
     prefill_rate: float | None = None,
+    decode_rate: float | None = None,
     price: float | None = None,
     progress: bool = False,
 ) -> Report:
@@ -56,8 +62,12 @@ def replay(
         engine: one name or several. What is asked of the first is why, and what cures it. "bound" is what no engine
             can do better.
         memory: bytes for the cache, or a text such as "24GiB"; one or several. The first is that of causes and cures.
+        concurrency: requests that are in flight at a time; None: they come by their times, where these are known, else
+            one after the other.
         cures: replay what may help too, each by itself.
-        prefill_rate: tokens of prompts that are computed per second; None: times are not given.
+        prefill_rate: tokens of prompts that are computed per second; None: times are not given, and requests that come
+            by their times are served at 10,000.
+        decode_rate: tokens per second of each answer; None: 50.
         price: of a million tokens of prompts that are computed; None: money is not given.
         progress: show bars on a terminal.
 
@@ -72,6 +82,7 @@ def replay(
     sizes_of_memory = [byte_count("memory", given) for given in memories]
     if engines[:1] == [BOUND]:
         raise ArgumentError("a bound cannot be explained: give an engine first, as --engine vllm --engine bound")
+    pace = pace_of(traffic, concurrency, prefill_rate, decode_rate)
     rows: list[Row] = []
     for name in engines:
         if name == BOUND:
@@ -79,11 +90,25 @@ def replay(
             continue
         for size in sizes_of_memory:
             is_first = not rows
-            rows.append(_run(traffic, sizes, name, size, with_causes=is_first, progress=progress))
-    report = Report(traffic, sizes, rows, prefill_rate=prefill_rate, price=price)
+            rows.append(_run(traffic, sizes, name, size, pace, with_causes=is_first, progress=progress))
+    report = Report(traffic, sizes, rows, str(pace), prefill_rate=prefill_rate, price=price)
     if cures:
-        report.cures = _cures(traffic, sizes, rows[0], progress)
+        report.cures = _cures(traffic, sizes, rows[0], pace, progress)
     return report
+
+
+def pace_of(traffic: Traffic, concurrency: int | None, prefill_rate: float | None, decode_rate: float | None) -> Pace:
+    """How the requests of traffic come: as many at a time, else by their times, else one after the other.
+
+    Raises:
+        ArgumentError: a number is less than it must be.
+    """
+    rates = prefill_rate or PREFILL_RATE, decode_rate or DECODE_RATE
+    if concurrency is not None and concurrency < 1:
+        raise ArgumentError(f"--concurrency must be at least 1 request at a time; got {concurrency}")
+    if min(rates) <= 0:
+        raise ArgumentError(f"rates must be above 0 tokens per second; got {prefill_rate} and {decode_rate}")
+    return Pace(concurrency or (None if traffic.has_times else 1), *rates)
 
 
 def _run(
@@ -91,6 +116,7 @@ def _run(
     sizes: Sizes,
     name: str,
     memory: int,
+    pace: Pace,
     *,
     with_causes: bool = False,
     progress: bool = False,
@@ -98,19 +124,36 @@ def _run(
 ) -> Row:
     """One replay."""
     engine = engine_of(name, sizes, memory, **options)
-    endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
     row = Row(name, memory, traffic.num_prompt_tokens)
-    for request, fact in _shown(traffic, f"{name}, {amount(memory)}", progress):
-        start = time.perf_counter()
-        hit = engine.serve(request)
-        row.seconds += time.perf_counter() - start
+    given = _shown(traffic, f"{name}, {amount(memory)}", progress)
+    is_serial = pace.concurrency == 1
+    endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
+    in_turn = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes and not is_serial else None
+    evicted = EvictedTokens()
+    start = time.perf_counter()
+    served = _one_by_one(engine, given, endless) if is_serial else Batch(engine, Arrivals(given, pace), endless).run()
+    for (number, request, fact, _), hit, kept in served:
         row.hit_tokens += hit.num_tokens
-        if endless is not None:
-            for cause, count in causes_of(request, fact, hit, endless.serve(request)).items():
+        if with_causes:
+            finished = in_turn.serve(request) if in_turn is not None else None
+            found = causes_of(request, fact, hit, kept, finished)
+            for cause, count in found.items():
                 row.causes[cause] = row.causes.get(cause, 0) + count
-                if cause in (Cause.EVICTED, Cause.STATE_EVICTED):
-                    row.ages.append(fact.age)
+            lost = found.get(Cause.EVICTED, 0) + found.get(Cause.STATE_EVICTED, 0)
+            evicted.add(number, request, fact, hit.num_tokens, lost)
+    row.seconds = time.perf_counter() - start
+    if with_causes:
+        row.evicted = evicted.parts()
     return row
+
+
+def _one_by_one(
+    engine: EngineModel, given: Iterable[tuple[LoggedRequest, Fact]], endless: EngineModel | None
+) -> Iterator[Begun]:
+    """Serve requests, each when the one before has ended."""
+    for number, (request, fact) in enumerate(given):
+        hit = engine.serve(request)
+        yield Begun(Arrival(number, request, fact, None), hit, endless.serve(request) if endless is not None else hit)
 
 
 def _bounds(traffic: Traffic, sizes: Sizes, memories: Sequence[int], progress: bool) -> list[Row]:
@@ -138,6 +181,7 @@ class Try:
         engine, memory, options: what is replayed.
         template: for texts that are written differently; None: as they are.
         causes: it is tried where one of these was found; empty: always.
+        in_turn: requests come one after the other.
     """
 
     name: str
@@ -147,6 +191,7 @@ class Try:
     options: dict[str, Any] = field(default_factory=dict)
     template: Callable[[], Template] | None = None
     causes: tuple[Cause, ...] = ()
+    in_turn: bool = False
 
 
 def _tries(row: Row, sizes: Sizes) -> list[Try]:
@@ -176,10 +221,12 @@ def _tries(row: Row, sizes: Sizes) -> list[Try]:
         (Cause.DATE, "dates and ids at the end of the prompt", lambda: Template(move_dates=True)),
     ):
         found.append(Try(title, "in the client, or in the chat template", name, memory, {}, template, (cause,)))
+    how = "in the client: the first of those that share a beginning, and the others when it answers"
+    found.append(Try("one request after the other", how, name, memory, causes=(Cause.TOGETHER,), in_turn=True))
     return found
 
 
-def _cures(traffic: Traffic, sizes: Sizes, row: Row, progress: bool) -> list[Cure]:
+def _cures(traffic: Traffic, sizes: Sizes, row: Row, pace: Pace, progress: bool) -> list[Cure]:
     """Replay what may help, each by itself; the best first."""
     made = []
     for each in _tries(row, sizes):
@@ -190,6 +237,7 @@ def _cures(traffic: Traffic, sizes: Sizes, row: Row, progress: bool) -> list[Cur
             template = each.template()
             template.tokenizer = traffic.tokenizer
             other = Traffic.read(traffic.paths, template)
-        tried = _run(other, sizes, each.engine, each.memory, progress=progress, **each.options)
+        how = pace._replace(concurrency=1) if each.in_turn else pace
+        tried = _run(other, sizes, each.engine, each.memory, how, progress=progress, **each.options)
         made.append(Cure(each.name, each.how, tried.num_tokens, tried.hit_tokens, row.computed - tried.computed))
     return sorted(made, key=lambda cure: -cure.saved)

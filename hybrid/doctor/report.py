@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from hybrid.doctor.arrivals import Pace
 from hybrid.doctor.causes import REMEDIES, Cause
+from hybrid.doctor.evicted import NAMES, EvictedPart
 from hybrid.doctor.past import Example, Rewrite
 from hybrid.doctor.sizes import Sizes
 from hybrid.doctor.traffic import Traffic
@@ -45,7 +45,7 @@ class Row:
         num_tokens, hit_tokens: tokens of prompts, and those that were not computed.
         seconds: that the engine's bookkeeping took.
         causes: tokens that were not a hit, by cause; empty: not asked for.
-        ages: of what was evicted and asked for again: requests since its last use.
+        evicted: what was evicted and asked for again, by kind and age; they add up to its two causes.
     """
 
     engine: str
@@ -54,7 +54,7 @@ class Row:
     hit_tokens: int = 0
     seconds: float = 0.0
     causes: dict[Cause, int] = field(default_factory=dict)
-    ages: array[int] = field(default_factory=lambda: array("I"))
+    evicted: list[EvictedPart] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
@@ -91,6 +91,7 @@ class Report:
     Attributes:
         traffic, sizes: what was replayed, and of which model.
         rows: a replay for each engine and memory; the first has the causes.
+        pace: how requests came.
         cures: what was tried on the first, the best first.
         prefill_rate: tokens that are computed per second; price: of a million of them.
     """
@@ -98,6 +99,7 @@ class Report:
     traffic: Traffic
     sizes: Sizes
     rows: list[Row]
+    pace: str = str(Pace())
     cures: list[Cure] = field(default_factory=list)
     prefill_rate: float | None = None
     price: float | None = None
@@ -135,7 +137,7 @@ class Report:
         """The traffic in a line: requests and tokens of prompts."""
         traffic = self.traffic
         how = "" if self.unit == "tokens" else f" ({self.unit})"
-        return f"{traffic.num_requests:,} requests, {traffic.num_prompt_tokens:,} tokens of prompts{how}"
+        return f"{traffic.num_requests:,} requests {self.pace}, {traffic.num_prompt_tokens:,} tokens of prompts{how}"
 
     def to_json(self) -> dict[str, Any]:
         """The report as values of JSON."""
@@ -143,6 +145,7 @@ class Report:
             "requests": self.traffic.num_requests,
             "prompt_tokens": self.traffic.num_prompt_tokens,
             "unit": self.unit,
+            "pace": self.pace,
             "read_seconds": round(self.traffic.seconds, 3),
             "model": asdict(self.sizes),
             "replays": [
@@ -160,17 +163,13 @@ class Report:
             "causes": [
                 {"cause": cause.value, "tokens": tokens, "remedy": REMEDIES[cause]} for cause, tokens in self.causes
             ],
-            "evicted_ages": self.ages(),
+            "evicted": [
+                {**part._asdict(), "places": {place.value: share for place, share in part.places.items()}}
+                for part in self.rows[0].evicted
+            ],
             "examples": [{**asdict(example), "rewrite": example.rewrite.value} for example in self.examples],
             "cures": [asdict(cure) for cure in self.cures],
         }
-
-    def ages(self) -> dict[str, float]:
-        """How many requests came between the last use of what was evicted and the one that asked for it."""
-        ages = np.frombuffer(self.rows[0].ages, np.uint32)
-        if not len(ages):
-            return {}
-        return {name: float(np.quantile(ages, part)) for name, part in (("median", 0.5), ("90%", 0.9))}
 
     def print(self, console: Console) -> None:
         """Print it on a terminal."""
@@ -194,12 +193,14 @@ class Report:
             for cause, count in self.causes:
                 table.add_row(f"{count:,}", f"{100 * count / first.num_tokens:.1f}", cause.value, REMEDIES[cause])
             console.print(table)
-        if ages := self.ages():
-            console.print(
-                f"what was evicted was asked for again after {ages['median']:.0f} requests in the median, "
-                f"{ages['90%']:.0f} in nine of ten cases",
-                soft_wrap=True,
-            )
+        if first.evicted:
+            console.print("\nwhat was evicted and asked for again, and what was computed meanwhile")
+            names = [f"{name}, %" for name in NAMES.values()]
+            table = Table("tokens", "what", "last used, requests ago", *names, box=None)
+            for part in first.evicted:
+                shares = [f"{part.places[place]:.0f}" for place in NAMES]
+                table.add_row(f"{part.num_tokens:,}", part.part.value, part.age, *shares)
+            console.print(table)
         for example in self.examples:
             console.print(f"\n{_place(example)}", markup=False, soft_wrap=True)
             console.print(f"  before: {example.old!r}\n  now:    {example.new!r}", markup=False, soft_wrap=True)
@@ -236,6 +237,15 @@ class Report:
                 for cause, count in self.causes
             ]
             parts.append(f"<h2>Where the computed tokens went</h2><table>{''.join(rows)}</table>")
+        if first.evicted:
+            rows = [
+                f"<tr><td>{escape(part.part.value)}<br><small>last used {part.age} requests ago; meanwhile: "
+                f"{', '.join(f'{part.places[place]:.0f} % {place.value}' for place in NAMES)}</small></td>"
+                f"<td>{_bar(part.num_tokens, first.computed)}</td><td class=n>{part.num_tokens:,}<br>"
+                f"<small>{100 * part.num_tokens / first.num_tokens:.1f} %</small></td></tr>"
+                for part in first.evicted
+            ]
+            parts.append(f"<h2>What was evicted and asked for again</h2><table>{''.join(rows)}</table>")
         for example in self.examples:
             parts.append(
                 f"<h2>{escape(example.rewrite.value)}</h2><p>{escape(_place(example))}</p>before<pre>"

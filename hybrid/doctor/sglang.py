@@ -56,8 +56,31 @@ class Node(RadixNode):
         self.locks = self.state_locks = 0
 
 
+class SglangRunning:
+    """A request that runs.
+
+    Attributes:
+        request, hashes: what it is, and the hashes of its pages.
+        hit: what of its prompt was cached.
+        computed: tokens that are there.
+        found: the node up to which the tree has its pages, locked.
+        branch: where prompts were found to part, in pages; 0: nowhere.
+        held: pages of its own.
+        own: pages of the tree that it uses.
+    """
+
+    __slots__ = ("branch", "computed", "found", "hashes", "held", "hit", "own", "request")
+
+    def __init__(
+        self, request: LoggedRequest, hashes: array[int], hit: Hit, found: Node, branch: int, held: int
+    ) -> None:
+        self.request, self.hashes, self.hit = request, hashes, hit
+        self.found, self.branch, self.held = found, branch, held
+        self.computed, self.own = hit.num_tokens, hit.num_tokens // PAGE
+
+
 class SglangScheduler:
-    """SGLang's cache, for one request at a time.
+    """SGLang's cache.
 
     Args:
         sizes: of the model.
@@ -68,6 +91,9 @@ class SglangScheduler:
     Raises:
         MemoryBudgetError: the memory does not hold the states of one request, or two pages.
     """
+
+    mixes = False
+    shares_at_once = False
 
     def __init__(self, sizes: Sizes, memory: Memory, *, part: int = PART, state_ratio: float = STATE_RATIO) -> None:
         self._part, self._has_states = part, sizes.state_bytes > 0
@@ -92,55 +118,98 @@ class SglangScheduler:
 
     def serve(self, request: LoggedRequest) -> Hit:
         """Serve a request from its prompt to its last token."""
-        num_prompt, num_tokens = request.num_prompt, request.num_tokens
-        hashes = array("Q", request.blocks(PAGE, num_tokens))
+        running = self.begin(request)
+        if running is None:
+            return MISS
+        while running.computed < request.num_prompt:
+            self.advance(running, self.end_of_part(running, self._part))
+        self.advance(running, max(request.num_prompt, request.num_tokens - 1))
+        self.end(running)
+        return running.hit
+
+    def new_step(self) -> None:
+        """A step begins."""
+
+    def begin(self, request: LoggedRequest, budget: int | None = None) -> SglangRunning | None:
+        """Find a request's prompt, lock what is found, and take pages for the rest of it and slots for its states."""
+        num_prompt = request.num_prompt
+        if budget is not None and budget < PAGE:
+            return None
+        hashes = array("Q", request.blocks(PAGE, request.num_tokens))
         found, hit, num_pages = self._match(hashes, (num_prompt - 1) // PAGE)
-        branch = num_pages if num_pages > hit else 0
         needed = SLOTS if self._has_states else 0
         self._lock(found)
+        held = ceil_div(num_prompt, PAGE) - hit
         if not self._give_slots(needed):
             self._unlock(found)
-            return MISS
+            return None
         self._free_slots -= needed
-        held = ceil_div(num_prompt, PAGE) - hit
         if not self._give_pages(held):
             self._unlock(found)
             self._free_slots += needed
-            return MISS
+            return None
         self._free_pages -= held
-        own, start = hit, hit * PAGE  # pages of the tree that the request uses, and tokens that are computed
-        while start < num_prompt:
-            end = min(start + self._part, num_prompt)
-            position = end // PAGE
-            if start // PAGE < branch < position + (end % PAGE == 0):
-                position = branch
-            if end - start >= PAGE and self._give_slots(1 if self._has_states else 0):
-                self._free_slots -= self._has_states
-                there, node, is_new = self._insert(hashes, position)
-                self._free_pages += max(0, there - own)  # pages that the tree has already are given back
-                held -= position - own
-                own = position
-                if not is_new:
-                    self._free_slots += self._has_states
-                self._unlock(found)
-                self._lock(node)
-                found = node
-            start = end
-        answer = ceil_div(num_tokens, PAGE) - ceil_div(num_prompt, PAGE)
-        if self._give_pages(answer):
-            self._free_pages -= answer
-            held += answer
+        branch = num_pages if num_pages > hit else 0
+        return SglangRunning(request, hashes, Hit(hit * PAGE, num_pages * PAGE), found, branch, held)
+
+    def end_of_part(self, running: SglangRunning, budget: int) -> int:
+        """Where the next part of its prompt ends: of a part that is cut, at a page."""
+        start, num_prompt = running.computed, running.request.num_prompt
+        budget = min(budget, self._part)
+        return num_prompt if num_prompt - start <= budget else start + budget // PAGE * PAGE
+
+    def next_event(self, running: SglangRunning) -> int:
+        """The token with which its answer takes a page more."""
+        return running.computed // PAGE * PAGE + PAGE
+
+    def advance(self, running: SglangRunning, end: int) -> bool:
+        """Compute a part of a prompt, which the tree then has, or tokens of an answer."""
+        start, num_prompt = running.computed, running.request.num_prompt
+        if end <= num_prompt:
+            if start < end:
+                self._checkpoint(running, start, end)
+        else:
+            there = max(start + 1, num_prompt) if start > num_prompt else num_prompt
+            more = ceil_div(end + 1, PAGE) - ceil_div(there, PAGE)
+            if not self._give_pages(more):
+                return False
+            self._free_pages -= more
+            running.held += more
+        running.computed = end
+        return True
+
+    def end(self, running: SglangRunning) -> None:
+        """Give up what a request holds; of an answer that has ended the tree keeps what has a state at its end."""
+        num_prompt, num_tokens = running.request.num_prompt, running.request.num_tokens
+        if running.computed >= max(num_prompt, num_tokens - 1):
             step = TRACK if self._has_states else PAGE
             last = num_tokens // step * step // PAGE
             if last * PAGE > num_prompt:
-                there, _, is_new = self._insert(hashes, last)
-                self._free_pages += max(0, there - own)
-                held -= last - own
+                there, _, is_new = self._insert(running.hashes, last)
+                self._free_pages += max(0, there - running.own)
+                running.held -= last - running.own
                 self._free_slots -= self._has_states and is_new
-        self._free_pages += held
-        self._free_slots += needed
-        self._unlock(found)
-        return Hit(hit * PAGE, num_pages * PAGE)
+        self._free_pages += running.held
+        self._free_slots += SLOTS if self._has_states else 0
+        self._unlock(running.found)
+
+    def _checkpoint(self, running: SglangRunning, start: int, end: int) -> None:
+        """Give the tree the pages of a part of a prompt, and the state that it leaves."""
+        position = end // PAGE
+        if start // PAGE < running.branch < position + (end % PAGE == 0):
+            position = running.branch
+        if end - start < PAGE or not self._give_slots(1 if self._has_states else 0):
+            return
+        self._free_slots -= self._has_states
+        there, node, is_new = self._insert(running.hashes, position)
+        self._free_pages += max(0, there - running.own)  # pages that the tree has already are given back
+        running.held -= position - running.own
+        running.own = position
+        if not is_new:
+            self._free_slots += self._has_states
+        self._unlock(running.found)
+        self._lock(node)
+        running.found = node
 
     # The tree
 

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,9 @@ HEAD = struct.Struct("<IIIdHBIIIII")
 
 REWRITES = tuple(Rewrite)
 
+MAX_LATE = 512
+"""Lines of a log between a request and its place in the order of arrival."""
+
 
 class Traffic:
     """The requests of one or more files.
@@ -35,6 +39,7 @@ class Traffic:
         num_requests, num_prompt_tokens, num_tokens: how many there are; the last with answers.
         seconds: that reading and tokenizing them took.
         is_text: some are texts.
+        has_times: it is known of all when they came.
         tokenizer: that made tokens of them; None: they are counted by words.
         examples: requests that differ where they might have shared, by reason.
     """
@@ -43,7 +48,7 @@ class Traffic:
         self.paths = paths
         self.num_requests = self.num_prompt_tokens = self.num_tokens = 0
         self.seconds = 0.0
-        self.is_text = False
+        self.is_text, self.has_times = False, True
         self.tokenizer: Any = None
         self.examples: dict[Rewrite, Example] = {}
         self._namespaces: dict[str, int] = {}
@@ -72,7 +77,7 @@ class Traffic:
         start = time.perf_counter()
         for path in traffic.paths:
             check_file(path)
-            for record in records(path, template, progress):
+            for record in in_order(records(path, template, progress)):
                 traffic._add(record, past)
         if not traffic.num_requests:
             raise ArgumentError(f"{', '.join(map(str, traffic.paths))}: no request in it; known formats are {FORMATS}")
@@ -104,6 +109,7 @@ class Traffic:
         self.num_prompt_tokens += record.num_prompt
         self.num_tokens += record.num_tokens
         self.is_text = self.is_text or record.text is not None
+        self.has_times = self.has_times and record.time is not None
 
     def __iter__(self) -> Iterator[tuple[LoggedRequest, Fact]]:
         """The requests in the order of the files, with what the traffic says of each."""
@@ -117,6 +123,20 @@ class Traffic:
                 seen, elsewhere, rewritten, answer_from, age = rest
                 fact = Fact(seen, elsewhere, rewritten, REWRITES[rewrite], answer_from, age)
                 yield LoggedRequest(hashes, num_prompt, num_tokens, None if math.isnan(at) else at, names[number]), fact
+
+
+def in_order(given: Iterator[Record]) -> Iterator[Record]:
+    """Records in order of arrival, where their times are known: logs often have them in the order in which they ended.
+    Those that are more than `MAX_LATE` lines from their place come as early as they can."""
+    waiting: list[tuple[float, int, Record]] = []
+    latest = -math.inf
+    for number, record in enumerate(given):
+        latest = latest if record.time is None else max(latest, record.time)
+        heappush(waiting, (latest if record.time is None else record.time, number, record))
+        if len(waiting) > MAX_LATE:
+            yield heappop(waiting)[2]
+    while waiting:
+        yield heappop(waiting)[2]
 
 
 def check_file(path: Path) -> None:

@@ -79,42 +79,53 @@ class VllmBlocks:
         # Of each group: the blocks that have a hash, the first one serves.
         self._blocks_of: tuple[dict[Hashable, list[int]], ...] = tuple({} for _ in range(num_attention + num_states))
         self._references: dict[int, int] = {}
+        self._named: set[Hashable] | None = None  # of states of this step; None: all are one
 
     @property
     def num_held(self) -> int:
         """Blocks that requests hold."""
         return len(self._references)
 
-    def begin(self, hashes: Hashes, num_prompt: int, looks: bool = True) -> Holding | None:
+    def new_step(self) -> None:
+        """A step of several requests begins: states that it names are not found before the next one."""
+        self._named = set()
+
+    def begin(self, hashes: Hashes, num_prompt: int, looks: bool = True, budget: int | None = None) -> Holding | None:
         """Find a request's prompt, and hold what is found.
 
         Args:
             looks: the request may use what is cached.
+            budget: tokens that are left of the step; None: all.
 
         Returns:
-            What it holds; None: the whole prompt has no room.
+            What it holds; None: the whole prompt has no room, or none of it in this step.
         """
         at_most = (num_prompt - 1) // self._size
         num_pages = self._pages(hashes, at_most) if looks else 0
         hit = self._state(hashes, num_pages)
+        if hit and self._named and hashes[hit - 1] in self._named:
+            return None
         found = self._found(hashes, hit)
         if not self._fits(found, num_prompt, hit):
             return None
         tables: list[list[int | None]] = [[] for _ in self._blocks_of]
+        junction = num_pages if num_pages > hit else 0
+        kept = {at_most - 1, junction - 1} if self._retention is not None else None
+        holding = Holding(hit, num_pages, num_prompt, self._size, kept, tables)
+        if budget is not None and self.end_of_step(holding, num_prompt, budget) == holding.computed:
+            return None
         for blocks, mine in zip(found, tables, strict=True):
             for block in blocks:
                 if block is not None:
                     self._hold(block)
             mine.extend(blocks)
-        junction = num_pages if num_pages > hit else 0
-        kept = {at_most - 1, junction - 1} if self._retention is not None else None
-        return Holding(hit, num_pages, num_prompt, self._size, kept, tables)
+        return holding
 
     def advance(self, holding: Holding, hashes: Hashes, end: int) -> bool:
         """Compute a request up to a token, step by step. Returns whether there was room."""
         size = self._size
         while holding.computed < end:
-            stop = self._end_of_step(holding, end)
+            stop = self.end_of_step(holding, end, self._budget)
             if holding.computed:  # states before the one that the step begins with
                 last = (holding.computed - 1) // size
                 for mine in holding.tables[self._attention :]:
@@ -133,14 +144,22 @@ class VllmBlocks:
         for mine in holding.tables:
             self._release(range(len(mine) - 1, -1, -1), mine)
 
-    def _end_of_step(self, holding: Holding, last: int) -> int:
-        """Where the next step ends: at a block, or where a state is to be kept; in the answer at the next block."""
+    def end_of_step(self, holding: Holding, last: int, budget: int) -> int:
+        """Where the next step of a request ends: at a block, or where a state is to be kept; in the answer at the next
+        block.
+
+        Args:
+            last: it ends there, or before.
+            budget: tokens that are left of the step; where they are fewer than a block, nothing of a prompt may be
+                computed.
+        """
         start, num_prompt = holding.computed, holding.num_prompt
         if start >= num_prompt:
             return min((start // self._size + 1) * self._size, last)
-        end = min(start + self._budget, num_prompt, last)
-        if end < num_prompt and end // self._size * self._size > start:
-            end = end // self._size * self._size
+        end = min(start + budget, num_prompt, last)
+        whole = end // self._size * self._size
+        if end < num_prompt and (whole > start or (end < last and self._size <= self._budget)):
+            end = max(start, whole)
         return min((stop for stop in holding.stops if start < stop < end), default=end)
 
     def _pages(self, hashes: Hashes, at_most: int) -> int:
@@ -246,4 +265,6 @@ class VllmBlocks:
             if is_state and kept is not None and number not in kept and not is_at_interval:
                 continue
             self._hash_of[block] = group, hashes[number]
+            if is_state and self._named is not None:
+                self._named.add(hashes[number])
             self._blocks_of[group].setdefault(hashes[number], []).append(block)

@@ -1,6 +1,8 @@
 """Texts, messages and logged requests for tests of the doctor."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
@@ -18,3 +20,10 @@ def message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 def logged(messages: list[Any], answer: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"request": {"messages": list(messages), **more}, "response": {"choices": [{"message": answer}]}}
+
+
+def written(folder: Path, lines: list[Any]) -> Path:
+    """A file of logged requests."""
+    path = folder / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
