@@ -152,6 +152,33 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add("--no-cache", action="store_true", help="disable the prefix cache")
 
 
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid serve`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder, hub id, or 'tiny', the model inside the package")
+    add("--name", help="of the model, in requests and responses (default: MODEL)")
+    add("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a key")
+    add("--port", type=integer(0, 65535), default=8000, help="0: any that is free (default: 8000)")
+    add("--api-key", help="key of all callers (default: HYBRID_API_KEY in the environment; none: none is needed)")
+    add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
+    add("--memory", help="size of the cache: '512MiB', or '50%%' of what is free (default: chosen by what is free)")
+    add("--host-memory", help="memory for copies of what is evicted, '8GiB' (default: none)")
+    add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
+    add("--directory", help="where they are")
+    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
+    add_dtype(parser)
+    add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")
+    add("--max-num-seqs", type=integer(1), default=32, help="requests that run at once, at most (default: 32)")
+    add("--max-requests", type=integer(1), default=256, help="that run or wait, at most; others get 429 (default: 256)")
+    add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
+    text = "tokens of an answer whose request does not say it (default: 1024)"
+    add("--max-tokens", type=integer(1), default=1024, help=text)
+    add("--max-body", default="64MiB", help="bytes of a request's body, at most (default: 64MiB)")
+    add("--timeout", type=seconds, help="seconds that a request may take (default: any)")
+    text = "seconds that requests under way have to end after SIGTERM (default: as long as they take)"
+    add("--drain", type=seconds, help=text)
+
+
 def add_tree(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid tree`."""
     add = parser.add_argument
@@ -248,6 +275,16 @@ COMMANDS: tuple[Command, ...] = (
             "it was cached and why."
         ),
         add_arguments=add_generate,
+    ),
+    Command(
+        name="serve",
+        help="serve a model to clients of OpenAI's and Anthropic's APIs",
+        description=(
+            "Answer requests over HTTP until a signal ends the process: chat completions, completions and responses "
+            "as OpenAI's API has them, messages as Anthropic's has them, /metrics with vLLM's names, /explain/ID, and "
+            "a page at / that shows requests, hits and the tree as they are. SIGTERM lets the requests under way end."
+        ),
+        add_arguments=add_serve,
     ),
     Command(
         name="tree",

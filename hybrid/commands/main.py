@@ -28,6 +28,7 @@ EPILOG = """examples:
   hybrid demo                                   the prefix cache on real text, compared with a run without it
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
+  hybrid serve tiny --port 8000                 OpenAI's and Anthropic's APIs on http://127.0.0.1:8000
   hybrid tree --out tree.html                   the prefix tree as a page for a browser
   hybrid cache show support.hybrid              the prefixes in a file of engine.save
   hybrid doctor log.jsonl --out report.html     what of logged requests hits, what does not, and why

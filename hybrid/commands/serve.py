@@ -1,0 +1,72 @@
+"""`hybrid serve`: the engine behind HTTP, for clients of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from hybrid.cache.config import CacheConfig
+from hybrid.commands.commands import Outcome
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.engine import Engine
+from hybrid.errors import ArgumentError
+from hybrid.serve.async_engine import AsyncEngine
+
+KEY = "HYBRID_API_KEY"
+"""The environment variable with the key of all callers."""
+
+
+def run(args: argparse.Namespace, console: Console) -> Outcome:
+    """Serve until a signal ends it."""
+    try:
+        from hybrid.server.service import ServerLimits, Server
+        from hybrid.server.serving import serve
+        from hybrid.server.tenants import EVERYONE, LOOPBACK, Tenants, read_keys
+    except ImportError as error:
+        raise ArgumentError(f"hybrid serve needs the extra 'server': pip install '.[server]' ({error})") from None
+
+    key = args.api_key or os.environ.get(KEY)
+    if key and args.keys:
+        raise ArgumentError("serve: --keys has a key for each tenant; leave --api-key out")
+    keys = read_keys(args.keys) if args.keys else {key: EVERYONE} if key else {}
+    if not keys and args.host not in LOOPBACK:
+        raise ArgumentError(
+            f"serve: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
+        )
+    limits = ServerLimits(
+        requests=args.max_requests,
+        body=args.max_body,
+        seconds=args.timeout,
+        tokens=args.max_tokens,
+    )
+    limits.body_bytes  # noqa: B018 - raises before a model is loaded
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    engine = Engine.from_pretrained(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=args.disk, directory=args.directory),
+        config=EngineConfig(max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len),
+        speculation=args.speculation,
+    )
+
+    def started(address: str) -> None:
+        console.print(f"hybrid serves {name} at {address}  (the page: {address}/, OpenAI's base URL: {address}/v1)")
+
+    async def main() -> bool:
+        async with AsyncEngine(engine) as served:
+            tenants = Tenants(keys, () if keys else LOOPBACK)
+            server = Server(served, name, tenants, limits)
+            return await serve(server, args.host, args.port, drain_seconds=args.drain, on_start=started)
+
+    name = args.name or (Path(args.model).name if Path(args.model).is_dir() else args.model)
+    try:
+        from uvloop import run as run_loop
+    except ImportError:  # it is not for every system
+        run_loop = asyncio.run
+    return Outcome(run_loop(main()), {"model": name})

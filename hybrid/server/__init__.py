@@ -1,0 +1,1 @@
+"""The engine behind HTTP: OpenAI's and Anthropic's APIs, metrics, and a page."""

@@ -1,0 +1,110 @@
+"""The paths of the server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from hybrid.server.call import Call, Receive, Scope, Send
+from hybrid.server.chat import chat_completions, openai_error
+from hybrid.server.errors import HttpError, failure_of
+from hybrid.server.service import Server
+
+log: logging.Logger = logging.getLogger(__name__)
+
+Handler = Callable[[Server, Call], Awaitable[None]]
+ErrorForm = Callable[[HttpError], dict[str, Any]]
+
+
+class Endpoint:
+    """An ASGI application for one path.
+
+    Args:
+        server: that answers.
+        handle: answers a call.
+        form: of errors, in the path's API.
+        is_open: needs no key.
+    """
+
+    def __init__(
+        self, server: Server, handle: Handler, form: ErrorForm = openai_error, *, is_open: bool = False
+    ) -> None:
+        self._server = server
+        self._handle = handle
+        self._form = form
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call."""
+        call = Call(scope, receive, send)
+        try:
+            if not self._is_open:
+                self._server.tenants.check_origin(call.headers)
+                call.tenant = self._server.tenants.of(call.headers)
+            await self._handle(self._server, call)
+        except Exception as error:
+            failure = failure_of(error)
+            if failure.status == 500:
+                log.exception("%s failed", call.path)
+            if call.has_begun:  # what was sent cannot be taken back: the connection ends early, which clients see
+                raise
+            await call.respond(self._form(failure), failure.status, failure.headers)
+
+
+async def models(server: Server, call: Call) -> None:
+    """Answer `GET /v1/models`."""
+    names = [server.name, *server.engine.engine.adapters]
+    await call.respond({"object": "list", "data": [_model(server, name) for name in names]})
+
+
+async def model(server: Server, call: Call) -> None:
+    """Answer `GET /v1/models/{name}`."""
+    name = call.path_params["name"]
+    server.check_model(name)
+    await call.respond(_model(server, name))
+
+
+def _model(server: Server, name: str) -> dict[str, Any]:
+    length = server.engine.engine.config.max_model_len or server.engine.engine.model.config.max_position_embeddings
+    found: dict[str, Any] = {"id": name, "object": "model", "created": server.created, "owned_by": "hybrid"}
+    return found | {"type": "model", "display_name": name, "max_model_len": length}
+
+
+async def health(server: Server, call: Call) -> None:
+    """Answer `GET /health`: 503 where the engine has ended."""
+    await _answer(call, server.engine.is_running, "the engine has ended")
+
+
+async def ready(server: Server, call: Call) -> None:
+    """Answer `GET /ready`: 503 where no request is taken."""
+    await _answer(
+        call, server.engine.is_running and not server.is_draining, "no request is taken: the server is ending"
+    )
+
+
+async def _answer(call: Call, is_well: bool, otherwise: str) -> None:
+    await call.respond({"status": "ok"} if is_well else {"status": otherwise}, 200 if is_well else 503)
+
+
+def make_app(server: Server) -> Any:
+    """The ASGI application of a server."""
+
+    def post(path: str, handle: Handler, form: ErrorForm = openai_error) -> Route:
+        return Route(path, Endpoint(server, handle, form), methods=["POST"])
+
+    def get(path: str, handle: Handler, *, is_open: bool = False) -> Route:
+        return Route(path, Endpoint(server, handle, is_open=is_open), methods=["GET"])
+
+    return Starlette(
+        routes=[
+            get("/health", health, is_open=True),
+            get("/ready", ready, is_open=True),
+            get("/v1/models", models),
+            get("/v1/models/{name:path}", model),
+            post("/v1/chat/completions", chat_completions),
+        ]
+    )

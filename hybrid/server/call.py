@@ -1,0 +1,108 @@
+"""One call over HTTP, on ASGI's three functions: its body within limits, its response whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from hybrid.server.errors import HttpError
+from hybrid.server.tenants import Caller
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Headers of a response that is a stream of events: proxies are not to keep them back."""
+
+
+class Call:
+    """A call.
+
+    Args:
+        scope, receive, send: of ASGI.
+
+    Attributes:
+        path: of the URL.
+        headers: names in lower case.
+        tenant: set once it is known.
+        has_begun: the response's headers were sent.
+    """
+
+    tenant: Caller
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
+        self.path_params: dict[str, str] = scope.get("path_params", {})
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.has_begun: bool = False
+        self._receive = receive
+        self._send = send
+
+    async def body(self, max_bytes: int, seconds: float) -> Any:
+        """The body, read as JSON.
+
+        Args:
+            max_bytes: that it may have.
+            seconds: that its sender may take.
+
+        Raises:
+            HttpError: it is too large, too slow, or no JSON.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise HttpError(400, "the client left before its body had come", code="disconnected")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > max_bytes:
+                        text = (
+                            f"the body has more than {max_bytes} bytes; send less, or start the server with --max-body"
+                        )
+                        raise HttpError(413, text, code="body_too_large", headers={"connection": "close"})
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"}
+            ) from None
+        try:
+            return orjson.loads(b"".join(parts))
+        except ValueError as error:
+            raise HttpError(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+
+    async def left(self) -> None:
+        """Wait until the client has left."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Send JSON, or bytes that are text, as the whole response."""
+        body = value if isinstance(value, bytes) else orjson.dumps(value)
+        kind = {"content-type": "text/plain; charset=utf-8" if isinstance(value, bytes) else "application/json"}
+        await self._begin(status, kind | {"content-length": str(len(body))} | (headers or {}))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin_events(self, headers: dict[str, str]) -> None:
+        """Send the headers of a stream of events."""
+        await self._begin(200, EVENTS | headers)
+
+    async def send(self, events: bytes) -> None:
+        """Send events."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        """End a stream of events."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.has_begun = True
+        pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})

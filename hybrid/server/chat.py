@@ -1,0 +1,257 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.serve.async_engine import OutputStream
+from hybrid.server.answers import Change, Changes, chat_logprobs, whole
+from hybrid.server.call import Call
+from hybrid.server.errors import HttpError
+from hybrid.server.fields import Fields
+from hybrid.server.openai_messages import openai_messages
+from hybrid.server.sampling import openai_params, structured_of
+from hybrid.server.service import Server, new_id
+from hybrid.server.tools import Tools, openai_tools
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def chat_completions(server: Server, call: Call) -> None:
+    """Answer `POST /v1/chat/completions`."""
+    fields = Fields(await server.body(call))
+    model = fields.text("model")
+    server.check_model(model)
+    template = server.template
+    prompt: dict[str, Any] = {"messages": openai_messages(fields.array("messages"), "messages", template)}
+    tools = openai_tools(fields, template)
+    if tools.functions and "tools" in template and tools.choice != "none":
+        prompt["tools"] = [*tools.functions]
+    prompt |= template_fields(fields)
+    structured = structured_of(fields)
+    if tools.forced is not None:
+        structured = {"json_schema": tools.forced}
+    params = openai_params(fields, server.defaults, server.max_tokens, "max_completion_tokens", "max_tokens")
+    params = with_logprobs(fields, params, structured)
+    is_stream, options = fields.boolean("stream"), stream_options(fields)
+    salt = fields.text("cache_salt") or ""
+    fields.only("modalities", ["text"])
+    fields.only("reasoning_effort", "none")
+    fields.only("verbosity", "medium")
+    fields.never(
+        audio="this server makes text",
+        function_call="send tool_choice",
+        functions="send tools",
+        moderation="this server has none",
+        prediction="start the server with --speculation cache, which drafts from what is cached",
+        web_search_options="this server reaches no network",
+    )
+    fields.close()
+    writer = ChatWriter(server, params, tools, *options)
+    await server.run(call, [prompt], server.with_adapter(params, model), writer, is_stream=is_stream, salt=salt)
+
+
+def template_fields(fields: Fields) -> dict[str, Any]:
+    """Options of the chat template. What a user writes is text, and never a control token."""
+    found: dict[str, Any] = {"split_special_tokens": True}
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in fields:
+            found[name] = fields.boolean(name)
+    for name, value in (
+        ("documents", fields.array("documents")),
+        ("chat_template_kwargs", fields.dictionary("chat_template_kwargs")),
+        ("chat_template", fields.text("chat_template")),
+    ):
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def with_logprobs(fields: Fields, params: SamplingParams, structured: dict[str, Any] | None) -> SamplingParams:
+    """Parameters with the form of the answer and the log-probabilities that are asked for.
+
+    Raises:
+        HttpError: they contradict each other.
+    """
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, 20)
+    if top is not None and not wanted:
+        raise HttpError(400, "top_logprobs needs logprobs: true", fields.path("top_logprobs"), "invalid_value")
+    logprobs = (top or 0) if wanted else None
+    try:
+        return replace(params, logprobs=logprobs, structured=structured)
+    except ValueError as error:
+        raise HttpError(400, str(error).removeprefix("SamplingParams: "), "response_format", "invalid_value") from None
+
+
+def stream_options(fields: Fields) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether each piece has it."""
+    options = fields.object("stream_options")
+    if options is None:
+        return False, False
+    found = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
+    options.ignore("include_obfuscation")
+    options.close()
+    return found
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The usage of a call's prompts together, in OpenAI's form."""
+    usages = [output.usage for output in outputs]
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    answer = sum(usage.completion_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if any(usage.drafted_tokens for usage in usages):
+        accepted = sum(usage.accepted_tokens for usage in usages)
+        rejected = sum(usage.drafted_tokens for usage in usages) - accepted
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        }
+    return found
+
+
+class ChatWriter:
+    """Writes chat completions.
+
+    Args:
+        server: that answers.
+        params: of the request.
+        tools: of the request.
+        usage_at_end, usage_always: whether a stream ends with its usage, and whether each piece has it.
+    """
+
+    def __init__(
+        self, server: Server, params: SamplingParams, tools: Tools, usage_at_end: bool, usage_always: bool
+    ) -> None:
+        self.id = new_id("chatcmpl-")
+        self._server = server
+        self._params = params
+        self._tools = tools
+        self._usage_at_end = usage_at_end
+        self._usage_always = usage_always
+        self._changes = Changes(params.n)
+        self._called: set[int] = set()  # answers whose call of a tool has begun
+        self._texts: dict[int, str] = {}  # of answers that are read when they end
+        head = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": server.name}
+        self._head = head
+        self._start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+
+    # A stream
+
+    def begin(self, streams: Sequence[OutputStream]) -> bytes:
+        """Each answer's role."""
+        delta = {"role": "assistant", "content": None if self._tools.forced is not None else ""}
+        return b"".join(self._chunk(index, delta, None, None, None) for index in range(self._params.n))
+
+    def piece(self, at: int, output: RequestOutput) -> bytes:
+        """What is new of each answer."""
+        usage = usage_of([output]) if self._usage_always else None
+        return b"".join(self._piece(change, usage) for change in self._changes.of(output))
+
+    def _piece(self, change: Change, usage: dict[str, Any] | None) -> bytes:
+        delta = self._delta(change)
+        logprobs = self._logprobs(change)
+        reason = self._reason(change)
+        if not delta and logprobs is None and reason is None and usage is None:
+            return b""
+        return self._chunk(change.index, delta, logprobs, reason, usage)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None, usage: dict[str, Any] | None
+    ) -> bytes:
+        middle = b',"delta":' + orjson.dumps(delta) + b',"logprobs":' + orjson.dumps(logprobs)
+        end = b',"finish_reason":' + orjson.dumps(reason) + b"}]"
+        if usage is not None:
+            end += b',"usage":' + orjson.dumps(usage)
+        return self._start + b"%d" % index + middle + end + b"}\n\n"
+
+    def _delta(self, change: Change) -> dict[str, Any]:
+        """What of an answer is new, as a part of its message."""
+        if self._tools.forced is None:
+            return {"content": change.text} if change.text else {}
+        only = self._tools.only
+        if only is None:
+            text = self._texts[change.index] = self._texts.get(change.index, "") + change.text
+            call = called(text, None) if change.finish_reason is not None else None
+            return {"tool_calls": [{"index": 0, **call}]} if call is not None else {}
+        if change.index not in self._called:
+            self._called.add(change.index)
+            call = {"id": new_id("call_"), "type": "function"}
+            function = {"name": only["function"]["name"], "arguments": change.text}
+            return {"tool_calls": [{"index": 0, **call, "function": function}]}
+        return {"tool_calls": [{"index": 0, "function": {"arguments": change.text}}]} if change.text else {}
+
+    def _logprobs(self, change: Change) -> dict[str, Any] | None:
+        top = self._params.logprobs
+        if top is None or change.logprobs is None:
+            return None
+        return {"content": chat_logprobs(self._server.texts, change, top), "refusal": None}
+
+    def _reason(self, change: Change) -> str | None:
+        if self._tools.forced is not None and change.finish_reason == "stop":
+            return "tool_calls"
+        return change.finish_reason
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The usage, if it is asked for, and the end."""
+        if not self._usage_at_end:
+            return DONE
+        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage_of(outputs)}) + b"\n\n" + DONE
+
+    def failed(self, failure: HttpError) -> bytes:
+        """The error, and the end."""
+        return b"data: " + orjson.dumps(openai_error(failure)) + b"\n\n" + DONE
+
+    # A whole response
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answers and the usage."""
+        choices = [self._choice(whole(answer)) for answer in outputs[0].outputs]
+        return self._head | {"object": "chat.completion", "choices": choices, "usage": usage_of(outputs)}
+
+    def _choice(self, change: Change) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": change.text, "refusal": None}
+        if self._tools.forced is not None:
+            only = self._tools.only
+            call = called(change.text, only["function"]["name"] if only is not None else None)
+            message |= {"content": None, "tool_calls": [call] if call is not None else []}
+        reason = self._reason(change)
+        return {"index": change.index, "message": message, "logprobs": self._logprobs(change), "finish_reason": reason}
+
+
+def called(text: str, name: str | None) -> dict[str, Any] | None:
+    """A call of a tool that had to be made.
+
+    Args:
+        text: its arguments; or its name and its arguments, where no name is given.
+
+    Returns:
+        The call; None: the answer ended before it was whole, and does not even have a name.
+    """
+    arguments = text
+    if name is None:
+        try:
+            content = orjson.loads(text)
+        except ValueError:
+            return None
+        name, arguments = content["name"], orjson.dumps(content["arguments"]).decode()
+    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def openai_error(failure: HttpError) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    found = {"message": failure.message, "type": failure.kind, "param": failure.param, "code": failure.code}
+    return {"error": found}

@@ -1,0 +1,133 @@
+"""Chat messages of OpenAI's API, as chat templates are given them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any
+
+from hybrid.checks import shown
+from hybrid.prompts.encode import Message
+from hybrid.server.errors import HttpError
+from hybrid.server.fields import Fields
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's messages; templates know a developer as a system."""
+
+
+def openai_messages(values: list[Any] | None, where: str, template: str) -> list[Message]:
+    """Messages as a template takes them.
+
+    Args:
+        values: as they were sent.
+        where: they are in the body.
+        template: of the model's chats: a field of a message that it does not read is refused.
+
+    Raises:
+        HttpError: one cannot be used.
+    """
+    if not values:
+        raise HttpError(400, f"{where} must be a list of at least one message", where, "invalid_type")
+    return [_message(Fields(value, f"{where}[{number}]"), template) for number, value in enumerate(values)]
+
+
+def _message(fields: Fields, template: str) -> Message:
+    role = fields.one_of("role", ROLES, "")
+    if not role:
+        raise fields.refuse("role", " or ".join(map(repr, ROLES)), None)
+    found: Message = {"role": "system" if role == "developer" else role}
+    found["content"] = _content(fields.take("content"), fields.path("content"))
+    if role == "assistant":
+        fields.ignore("annotations")
+        calls = fields.array("tool_calls")
+        if calls:
+            found["tool_calls"] = calls
+        if (refusal := fields.text("refusal")) and not found["content"]:
+            found["content"] = refusal
+        thought = [text for name in ("reasoning_content", "reasoning") if (text := fields.text(name))]
+        if thought:
+            _check_read(template, "reasoning_content", fields)
+            found["reasoning_content"] = thought[0]
+        fields.never(audio="send text", function_call="send tool_calls")
+    if role == "tool":
+        if (call := fields.text("tool_call_id")) is not None:
+            found["tool_call_id"] = call
+        if (name := fields.text("name")) is not None:
+            found["name"] = name
+    elif (name := fields.text("name")) is not None:
+        _check_read(template, "name", fields)
+        found["name"] = name
+    if found["content"] is None and not found.get("tool_calls"):
+        raise fields.refuse("content", "a text or a list of parts", None)
+    fields.close()
+    return found
+
+
+def _check_read(template: str, name: str, fields: Fields) -> None:
+    if name not in template:
+        text = f"{fields.path(name)}: this model's chat template does not read it; leave it out, or use the content"
+        raise HttpError(400, text, fields.path(name), "unsupported_parameter")
+
+
+def _content(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise HttpError(400, f"{where} must be a text or a list of parts; got {shown(value)}", where, "invalid_type")
+    return [_part(Fields(part, f"{where}[{number}]")) for number, part in enumerate(value)]
+
+
+def _part(fields: Fields) -> dict[str, Any]:
+    kind = fields.one_of("type", ("text", "refusal", "image_url", "input_audio", "file"), "")
+    if kind in ("text", "refusal"):
+        text = fields.text(kind)
+        if text is None:
+            raise fields.refuse(kind, "a text", None)
+        found: dict[str, Any] = {"type": "text", "text": text}
+    elif kind == "image_url":
+        image = fields.object("image_url")
+        if image is None:
+            raise fields.refuse("image_url", "{'url': 'data:image/...;base64,...'}", None)
+        image.ignore("detail")  # a hint about cost: images here have the size that they have
+        found = {"type": "image", "image": image_of(image.take("url"), image.path("url"))}
+        image.close()
+    else:
+        raise fields.refuse("type", "'text' or 'image_url': this server takes texts and images", kind or None)
+    fields.close()
+    return found
+
+
+def image_of(url: Any, where: str) -> Any:
+    """The image in a data URL. It is opened, and decoded where its prompt is encoded.
+
+    Raises:
+        HttpError: it is another kind of URL, or no image.
+    """
+    if not isinstance(url, str) or not url.startswith("data:"):
+        text = f"{where} must be a data URL, 'data:image/png;base64,...': this server opens no addresses"
+        raise HttpError(400, text, where, "invalid_image_url")
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise HttpError(400, f"{where} must be base64: 'data:image/png;base64,...'", where, "invalid_image_url")
+    try:
+        return image_from(base64.b64decode(data, validate=True), where)
+    except binascii.Error as error:
+        raise HttpError(400, f"{where} is not base64: {error}", where, "invalid_image_url") from None
+
+
+def image_from(data: bytes, where: str) -> Any:
+    """Open an image; its pixels are not decoded.
+
+    Raises:
+        HttpError: it is no image of a known kind, or the extra `images` is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise HttpError(400, f"{where}: images need the extra 'images' on this server", where) from None
+    try:
+        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF"))
+    except Exception as error:  # Pillow raises many kinds for what is no image
+        text = f"{where} is not an image of PNG, JPEG, WebP or GIF: {error!s:.100}"
+        raise HttpError(400, text, where, "invalid_image") from None

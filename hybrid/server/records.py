@@ -1,0 +1,127 @@
+"""What is known of requests while they run and for a while after: numbers and reasons, no text of any."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid.engine.output import RequestOutput
+from hybrid.server.tenants import Caller
+
+MAX_ENDED = 1000
+"""Ended requests that are remembered."""
+
+
+@dataclass(eq=False)
+class RequestRecord:
+    """One request.
+
+    Attributes:
+        id: as its response has it.
+        tenant: who sent it.
+        path: that it was sent to.
+        began: seconds since the epoch.
+        output: its latest; None: it has none, or it ended.
+        shown: its numbers when it ended.
+    """
+
+    id: str
+    tenant: Caller
+    path: str
+    began: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.perf_counter)
+    output: RequestOutput | None = None
+    shown: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Its numbers, and why its hit was what it was."""
+        if self.shown is not None:
+            return self.shown
+        output = self.output
+        found: dict[str, Any] = {
+            "id": self.id,
+            "tenant": self.tenant.name,
+            "path": self.path,
+            "began": round(self.began, 3),
+            "seconds": round(time.perf_counter() - self.clock, 4),
+            "state": "waits" if output is None else "runs",
+        }
+        if output is None:
+            return found
+        usage = output.usage
+        return found | {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "page_tokens": usage.page_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "explain": str(output.explain),
+            "time_to_first_token": output.time_to_first_token,
+            "tokens_per_second": output.tokens_per_second,
+        }
+
+
+class Records:
+    """The requests of a server.
+
+    Attributes:
+        counts: tokens and requests by (name of a tenant, what is counted).
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[str, RequestRecord] = {}
+        self._ended: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._under_way: Counter[str] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.durations: deque[float] = deque(maxlen=MAX_ENDED)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def under_way(self, tenant: Caller) -> int:
+        """The number of a tenant's requests that have not ended."""
+        return self._under_way[tenant.name]
+
+    def add(self, record: RequestRecord) -> None:
+        """A request begins."""
+        self._live[record.id] = record
+        self._under_way[record.tenant.name] += 1
+
+    def end(self, record: RequestRecord, reason: str) -> None:
+        """A request ends.
+
+        Args:
+            reason: "stop", "length", "abort" or "error".
+        """
+        if self._live.pop(record.id, None) is None:
+            return
+        name = record.tenant.name
+        self._under_way[name] -= 1
+        shown = record.as_json()
+        record.shown, record.output = {**shown, "state": reason}, None
+        self.counts[name, f"requests_{reason}"] += 1
+        for kind in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            self.counts[name, kind] += shown.get(kind, 0)
+        self._ended[record.id] = record
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def find(self, request_id: str, tenant: Caller) -> RequestRecord | None:
+        """A request of a tenant, by its id; None: there is none, or it is another tenant's."""
+        record = self._live.get(request_id) or self._ended.get(request_id)
+        return record if record is not None and is_visible(record, tenant) else None
+
+    def live(self, tenant: Caller) -> Iterator[RequestRecord]:
+        """Those under way that a tenant may see, oldest first."""
+        return (record for record in self._live.values() if is_visible(record, tenant))
+
+    def ended(self, tenant: Caller) -> Iterator[RequestRecord]:
+        """Those that ended and that a tenant may see, latest first."""
+        return (record for record in reversed(self._ended.values()) if is_visible(record, tenant))
+
+
+def is_visible(record: RequestRecord, tenant: Caller) -> bool:
+    """Tell whether a tenant may see a request."""
+    return tenant.sees_all or record.tenant.name == tenant.name

@@ -1,0 +1,329 @@
+"""The server: an engine, who may call it, and the way of a request through both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from uuid import uuid4
+
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import ClosedError
+from hybrid.prompts.encode import Prompt
+from hybrid.serve.async_engine import AsyncEngine, OutputStream
+from hybrid.server.answers import TokenTexts
+from hybrid.server.call import Call
+from hybrid.server.errors import HttpError, failure_of, full
+from hybrid.server.records import RequestRecord, Records
+from hybrid.server.tenants import Tenants
+from hybrid.units import byte_count
+
+log: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """The limits of a server.
+
+    Attributes:
+        requests: prompts that run or wait at once, at most.
+        body: bytes of a body.
+        body_seconds: that a body may take to come.
+        seconds: that a request may take; None: any.
+        tokens: of an answer whose request does not say it.
+    """
+
+    requests: int = 256
+    body: int | str = "64MiB"
+    body_seconds: float = 60.0
+    seconds: float | None = None
+    tokens: int = 1024
+
+    @property
+    def body_bytes(self) -> int:
+        """`body` as a number of bytes."""
+        return byte_count("--max-body", self.body)
+
+
+class Writer(Protocol):
+    """Turns the outputs of one call into an API's JSON.
+
+    Attributes:
+        id: of the response.
+    """
+
+    id: str
+
+    def begin(self, streams: Sequence[OutputStream]) -> bytes:
+        """The events before any token."""
+        ...
+
+    def piece(self, at: int, output: RequestOutput) -> bytes:
+        """The events for what is new in an output of the call's prompt number `at`."""
+        ...
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The events after the last outputs of all prompts."""
+        ...
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The response of a call that is no stream."""
+        ...
+
+    def failed(self, failure: HttpError) -> bytes:
+        """The events that end a stream which fails."""
+        ...
+
+
+class Server:
+    """An engine behind HTTP.
+
+    Args:
+        engine: runs the requests; it has no limit of requests that wait.
+        name: of the model, in responses.
+        tenants: who may call.
+        limits: of requests.
+
+    Attributes:
+        engine, name, tenants, limits: as given.
+        records: what runs and ran.
+        texts: of single tokens.
+        created: when the server began, in seconds since the epoch.
+        is_draining: no request is taken any more.
+    """
+
+    def __init__(self, engine: AsyncEngine, name: str, tenants: Tenants, limits: ServerLimits) -> None:
+        self.engine = engine
+        self.name = name
+        self.tenants = tenants
+        self.limits = limits
+        self.records = Records()
+        self.texts = TokenTexts(engine.engine.tokenizer)
+        self.created = int(time.time())
+        self.is_draining = False
+        self._max_body = limits.body_bytes
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """The model's own parameters."""
+        return self.engine.engine.default_params
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer whose request does not say it."""
+        return self.limits.tokens
+
+    @property
+    def template(self) -> str:
+        """The source of the model's chat template; empty: it has none."""
+        found = getattr(self.engine.engine.tokenizer, "chat_template", None) or ""
+        return "".join(found.values()) if isinstance(found, dict) else found
+
+    def with_adapter(self, params: SamplingParams, name: str | None) -> SamplingParams:
+        """Parameters for a request that names an adapter as its model."""
+        return params if name in (None, self.name) else replace(params, adapter=name)
+
+    async def body(self, call: Call) -> Any:
+        """The body of a call, within the limits."""
+        return await call.body(self._max_body, self.limits.body_seconds)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request to another model.
+
+        Raises:
+            HttpError: there is no such model.
+        """
+        if name is not None and name not in (self.name, *self.engine.engine.adapters):
+            text = f"the model {name!r:.100} is not served here; this server has {self.name!r}"
+            raise HttpError(404, text, "model", "model_not_found")
+
+    async def run(
+        self,
+        call: Call,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        writer: Writer,
+        *,
+        is_stream: bool,
+        salt: str = "",
+    ) -> None:
+        """Answer a call.
+
+        Args:
+            prompts: that it has.
+            params: of all of them.
+            writer: of its API.
+            is_stream: the response is a stream of events.
+            salt: prompts share what is cached only with others that have the same.
+
+        Raises:
+            HttpError: before anything of the response was sent.
+        """
+        self._check_room(call, len(prompts))
+        tenant = call.tenant
+        namespace = f"{tenant.namespace}/{salt}" if salt else tenant.namespace
+        if tenant.name:
+            params = replace(params, tenant=tenant.name)
+        records = [
+            RequestRecord(f"{writer.id}-{at}" if at else writer.id, tenant, call.path) for at in range(len(prompts))
+        ]
+        for record in records:
+            self.records.add(record)
+        reading = CallReader(records)
+        leaving = asyncio.create_task(reading.watch(call))
+        timer = None
+        if self.limits.seconds is not None:
+            timer = asyncio.get_running_loop().call_later(self.limits.seconds, reading.expire, self.limits.seconds)
+        try:
+            async with asyncio.TaskGroup() as group:
+                started = [group.create_task(self._submit(prompt, params, namespace, reading)) for prompt in prompts]
+            streams = [task.result() for task in started]
+            if is_stream:
+                await self._stream(call, streams, writer, reading)
+            else:
+                outputs = await asyncio.gather(*(reading.last(at, stream) for at, stream in enumerate(streams)))
+                if not reading.has_left:
+                    await call.respond(writer.whole(outputs), headers={"x-request-id": writer.id})
+        except BaseExceptionGroup as group:
+            if reading.has_left:
+                return
+            raise (reading.failure or group.exceptions[0]) from None
+        finally:
+            leaving.cancel()
+            if timer is not None:
+                timer.cancel()
+            reading.abort()
+            for record in records:
+                self.records.end(record, record.output.finish_reason or "abort" if record.output else "abort")
+
+    def _check_room(self, call: Call, num_prompts: int) -> None:
+        if self.is_draining:
+            raise failure_of(ClosedError())
+        if num_prompts > self.limits.requests:
+            text = f"a call may have {self.limits.requests} prompts on this server; got {num_prompts}"
+            raise HttpError(400, text, "prompt", "too_many_prompts")
+        if len(self.records) + num_prompts > self.limits.requests:
+            raise full(self.limits.requests)
+        limit = call.tenant.limit
+        if limit is not None and self.records.under_way(call.tenant) + num_prompts > limit:
+            raise full(limit)
+
+    async def _submit(
+        self, prompt: Prompt, params: SamplingParams, namespace: str, reading: CallReader
+    ) -> OutputStream:
+        stream = self.engine.stream(prompt, params, namespace=namespace)
+        reading.streams.append(stream)
+        if reading.failure is not None or reading.has_left:
+            stream.abort()
+        return stream
+
+    async def _stream(self, call: Call, streams: list[OutputStream], writer: Writer, reading: CallReader) -> None:
+        await call.begin_events({"x-request-id": writer.id})
+        if begin := writer.begin(streams):
+            await call.send(begin)
+
+        async def pass_on(at: int, stream: OutputStream) -> RequestOutput:
+            return await reading.last(at, stream, lambda output: call.send(writer.piece(at, output)))
+
+        try:
+            if len(streams) == 1:
+                outputs = [await pass_on(0, streams[0])]
+            else:
+                outputs = await asyncio.gather(*(pass_on(at, stream) for at, stream in enumerate(streams)))
+        except Exception as error:
+            if not reading.has_left:
+                failure = failure_of(error)
+                if failure.status == 500:
+                    log.exception("%s failed", writer.id)
+                await call.send(writer.failed(failure))
+        else:
+            await call.send(writer.end(outputs))
+        await call.end()
+
+    async def drain(self, seconds: float | None) -> bool:
+        """Take no request from now on, and wait until those under way have ended.
+
+        Args:
+            seconds: to wait, at most; None: as long as it takes.
+
+        Returns:
+            Whether all have ended.
+        """
+        self.is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len(self.records):
+                    await asyncio.sleep(0.05)
+        return not len(self.records)
+
+
+class CallReader:
+    """Reads the outputs of one call's prompts, until they end, its client leaves, or its time is over.
+
+    Args:
+        records: of the prompts.
+
+    Attributes:
+        streams: of the prompts that the engine has.
+        has_left: the client left.
+        failure: why it ends early otherwise; None: it does not.
+    """
+
+    def __init__(self, records: list[RequestRecord]) -> None:
+        self._records = records
+        self.streams: list[OutputStream] = []
+        self.has_left = False
+        self.failure: HttpError | None = None
+
+    def abort(self) -> None:
+        """Abort what has not ended."""
+        for stream in self.streams:
+            stream.abort()
+
+    async def watch(self, call: Call) -> None:
+        """Abort everything when the client leaves."""
+        await call.left()
+        self.has_left = True
+        self.abort()
+
+    def expire(self, seconds: float) -> None:
+        """Abort everything: its time is over."""
+        self.failure = HttpError(504, f"the request took more than {seconds:g} seconds, which is this server's limit")
+        self.abort()
+
+    async def last(
+        self, at: int, stream: OutputStream, passed: Callable[[RequestOutput], Awaitable[None]] | None = None
+    ) -> RequestOutput:
+        """The last output of a prompt.
+
+        Args:
+            at: number of the prompt.
+            passed: called with each output.
+
+        Raises:
+            HttpError: the request failed, or its time is over, or the client left.
+        """
+        record, output = self._records[at], None
+        async for output in stream:
+            record.output = output
+            if output.finish_reason == "error":
+                break
+            if passed is not None:
+                await passed(output)
+        if self.failure is not None:
+            raise self.failure
+        if output is None or output.finish_reason in (None, "abort"):
+            raise failure_of(ClosedError())
+        if output.finish_reason == "error":
+            raise HttpError(500, f"the request failed: {output.error}", code="engine_error")
+        return output
+
+
+def new_id(prefix: str) -> str:
+    """An id that nothing else has."""
+    return f"{prefix}{uuid4().hex[:24]}"

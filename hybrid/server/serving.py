@@ -1,0 +1,101 @@
+"""Running a server until it is ended by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from hybrid.server.app import make_app
+from hybrid.server.service import Server
+
+log: logging.Logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that drain the server; a second one ends it at once."""
+
+
+class Listener(uvicorn.Server):
+    """uvicorn's server, whose end is decided here: it closes its sockets at a signal, and then `/ready` could not say
+    that requests are to go elsewhere."""
+
+    @contextmanager
+    def capture_signals(self) -> Any:
+        """Leave signals alone."""
+        yield
+
+
+async def serve(
+    server: Server,
+    host: str,
+    port: int,
+    *,
+    drain_seconds: float | None,
+    on_start: Callable[[str], None],
+) -> bool:
+    """Serve until SIGTERM or SIGINT; then take no request, and end when those under way have ended.
+
+    Args:
+        host, port: that it listens on; port 0: any that is free.
+        drain_seconds: to wait for requests under way, at most; None: as long as it takes.
+        on_start: called with the address when it takes requests.
+
+    Returns:
+        Whether all requests under way have ended by themselves.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        config = uvicorn.Config(
+            make_app(server),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=30,
+            server_header=False,
+        )
+        listener = Listener(config)
+        ended = asyncio.Event()
+        second = asyncio.Event()
+
+        def end() -> None:
+            (second if ended.is_set() else ended).set()
+
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, end)
+        running = asyncio.create_task(listener.serve(sockets=[listening]))
+        try:
+            while not listener.started and not running.done():
+                await asyncio.sleep(0.01)
+            on_start(f"http://{_shown(host)}:{listening.getsockname()[1]}")
+            await asyncio.wait([running, asyncio.create_task(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
+            drained = await _drained(server, drain_seconds, second)
+            listener.should_exit = True
+            listener.force_exit = not drained
+            await running
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+        return drained
+
+
+async def _drained(server: Server, seconds: float | None, second: asyncio.Event) -> bool:
+    """Wait until all requests have ended, or a second signal comes."""
+    log.info("draining: %d requests are under way", len(server.records))
+    draining = asyncio.create_task(server.drain(seconds))
+    stopped = asyncio.create_task(second.wait())
+    await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return draining.done() and draining.result()
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,134 @@
+"""Who calls: keys, and what belongs to each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from hybrid.checks import shown
+from hybrid.errors import ArgumentError
+from hybrid.server.errors import HttpError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that no other one reaches."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A sender of requests.
+
+    Attributes:
+        name: for limits, counts and the page.
+        namespace: of the cache; tenants with the same one share what is cached.
+        limit: requests that it may have under way; None: as many as the server takes.
+        sees_all: `/metrics`, `/explain` and the page show it everybody's.
+    """
+
+    name: str
+    namespace: str
+    limit: int | None = None
+    sees_all: bool = False
+
+
+EVERYONE = Caller("", "", sees_all=True)
+"""The tenant of a server without keys, or with one for all."""
+
+
+class Tenants:
+    """The keys of a server.
+
+    Args:
+        keys: tenants by their keys; empty: every caller is `EVERYONE`.
+        hosts: names that a `Host` header may have; empty: any. Of a server without keys they keep pages of other sites
+            out that a browser here has open.
+    """
+
+    def __init__(self, keys: Mapping[str, Caller], hosts: Iterable[str] = ()) -> None:
+        self._by_digest = {_digest(key.encode()): tenant for key, tenant in keys.items()}
+        self._hosts = frozenset(hosts)
+
+    def of(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """The tenant of a call.
+
+        Args:
+            headers: of the call, names in lower case.
+
+        Raises:
+            HttpError: it has no key, or a wrong one.
+        """
+        if not self._by_digest:
+            return EVERYONE
+        given = headers.get(b"x-api-key", b"")
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            given = token.strip()
+        if not given:
+            text = "a key is needed: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+            raise HttpError(401, text, code="missing_api_key", headers={"www-authenticate": "Bearer"})
+        tenant = self._by_digest.get(_digest(given))  # digests of guesses say nothing about a key by their time
+        if tenant is None:
+            raise HttpError(
+                401, "this key is not known", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
+        return tenant
+
+    def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse calls that a page of another site makes in a browser.
+
+        Raises:
+            HttpError: it is from another site, or to a name that is not this server's.
+        """
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if self._hosts and _name(host) not in self._hosts:
+            raise HttpError(
+                403, f"the Host {host!r:.100} is not this server's: without a key it answers to its own names"
+            )
+        origin = headers.get(b"origin")
+        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
+            raise HttpError(
+                403, f"calls from pages of other sites are refused (Origin {origin.decode('latin-1')!r:.100})"
+            )
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()
+
+
+def read_keys(path: str | Path) -> dict[str, Caller]:
+    """Read a file of keys: `{"NAME": {"key": "...", "namespace": "...", "limit": 8, "sees_all": false}}`. Without
+    `namespace` a tenant has one of its own.
+
+    Raises:
+        ArgumentError: the file is not as described.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ArgumentError(f"{path} is not JSON: {error!s:.200}") from None
+    if not isinstance(content, dict) or not content:
+        raise ArgumentError(f"{path} must hold a JSON object, NAME: {{'key': ...}} for each tenant")
+    found: dict[str, Caller] = {}
+    for name, entry in content.items():
+        where = f"{path}: {name!r}"
+        known = {"key": str, "namespace": str, "limit": int, "sees_all": bool}
+        if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(known):
+            raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
+        for field, value in entry.items():
+            if type(value) is not known[field] or value == "" or (field == "limit" and value < 1):
+                raise ArgumentError(f"{where}: {field} must be a {known[field].__name__}; got {shown(value)}")
+        if entry["key"] in found:
+            raise ArgumentError(f"{where} has the key of {found[entry['key']].name!r}; give each its own")
+        found[entry["key"]] = Caller(
+            name, entry.get("namespace", name), entry.get("limit"), entry.get("sees_all", False)
+        )
+    return found

@@ -1,0 +1,130 @@
+"""Tools that a model may or must call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.server.errors import HttpError
+from hybrid.server.fields import Fields
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        functions: their descriptions, as chat templates take them.
+        choice: "auto", "none", "required", or "named": `name` must be called.
+        name: of the one that must be called.
+    """
+
+    functions: tuple[dict[str, Any], ...] = ()
+    choice: str = "none"
+    name: str | None = None
+
+    @property
+    def forced(self) -> dict[str, Any] | None:
+        """The schema of a call that must be made: of the arguments of the one tool that it can be, or of the name and
+        the arguments where there are several. None: none must."""
+        if self.choice not in ("required", "named"):
+            return None
+        if (only := self.only) is not None:
+            return parameters_of(only)
+        return {"anyOf": [_call_schema(function) for function in self.functions]}
+
+    @property
+    def only(self) -> dict[str, Any] | None:
+        """The one tool that can be called where one must be; None: there are several."""
+        found = [function for function in self.functions if self.name in (None, function["function"]["name"])]
+        return found[0] if len(found) == 1 else None
+
+
+def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments."""
+    found: dict[str, Any] = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    return found
+
+
+def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    name = {"const": tool["function"]["name"]}
+    return {
+        "type": "object",
+        "properties": {"name": name, "arguments": parameters_of(tool)},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None, template: str) -> Tools:
+    """Check that tools can be used with a model.
+
+    Args:
+        template: of the model's chats.
+
+    Raises:
+        HttpError: one is named that is not there, or the model's template writes no tools.
+    """
+    names = [function["function"]["name"] for function in functions]
+    if choice == "named" and name not in names:
+        raise HttpError(400, f"tool_choice names {name!r:.100}, which is not in tools", "tool_choice", "invalid_value")
+    if choice == "required" and not functions:
+        raise HttpError(400, "tool_choice is 'required', and there are no tools", "tool_choice", "invalid_value")
+    if functions and choice == "auto" and "tools" not in template:
+        text = (
+            "tools: this model's chat template does not write tools, so it cannot choose one; name one in tool_choice, "
+            "or send 'required'"
+        )
+        raise HttpError(400, text, "tools", "unsupported_parameter")
+    return Tools(tuple(functions), choice, name)
+
+
+def openai_tools(fields: Fields, template: str) -> Tools:
+    """Read the tools of OpenAI's chat completions.
+
+    Raises:
+        HttpError: they cannot be used.
+    """
+    functions = []
+    for number, value in enumerate(fields.array("tools") or ()):
+        tool = Fields(value, f"{fields.path('tools')}[{number}]")
+        if tool.one_of("type", ("function",), "") != "function":
+            raise tool.refuse("type", "'function'", None)
+        function = tool.object("function")
+        if function is None:
+            raise tool.refuse("function", "an object with a name", None)
+        functions.append({"type": "function", "function": read_function(function)})
+        tool.close()
+    given = fields.take("tool_choice")
+    name = None
+    if isinstance(given, dict):
+        wanted = Fields(given, fields.path("tool_choice"))
+        if wanted.one_of("type", ("function",), "function") and (inner := wanted.object("function")) is not None:
+            name = inner.text("name")
+            inner.close()
+        wanted.close()
+        choice = "named"
+    elif given in (None, "auto", "none", "required"):
+        choice = given or ("auto" if functions else "none")
+    else:
+        raise fields.refuse("tool_choice", "'auto', 'none', 'required' or a function", given)
+    fields.boolean("parallel_tool_calls")  # a call that must be made is one; how many others are is the model's choice
+    return checked_tools(functions, choice, name, template)
+
+
+def read_function(fields: Fields) -> dict[str, Any]:
+    """The description of a function: name, description and parameters.
+
+    Raises:
+        HttpError: it has no name, or something is of a wrong type.
+    """
+    name = fields.text("name")
+    if not name:
+        raise fields.refuse("name", "a text", name)
+    found: dict[str, Any] = {"name": name}
+    if (description := fields.text("description")) is not None:
+        found["description"] = description
+    found["parameters"] = fields.dictionary("parameters") or {"type": "object", "properties": {}}
+    fields.boolean("strict")  # arguments of a call that must be made follow the schema always
+    fields.close()
+    return found
