@@ -24,7 +24,7 @@ KEY = "HYBRID_API_KEY"
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Serve until a signal ends it."""
     try:
-        from hybrid.server.service import ServerLimits, Server
+        from hybrid.server.service import Server, ServerLimits
         from hybrid.server.serving import serve
         from hybrid.server.tenants import EVERYONE, LOOPBACK, Tenants, read_keys
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""CallReader the body of a call: each field is taken by name and type, and what nobody took is refused by name."""
+"""Reading the body of a call: each field is taken by name and type, and what is left over is refused by name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.answers import TokenTexts
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of, full
-from hybrid.server.records import RequestRecord, Records
+from hybrid.server.records import Records, RequestRecord
 from hybrid.server.tenants import Tenants
 from hybrid.units import byte_count
 

@@ -11,7 +11,7 @@ import uvicorn
 
 from hybrid import AsyncEngine, Engine
 from hybrid.server.app import make_app
-from hybrid.server.service import ServerLimits, Server
+from hybrid.server.service import Server, ServerLimits
 from hybrid.server.serving import Listener
 from hybrid.server.tenants import LOOPBACK, Caller, Tenants
 
