@@ -24,7 +24,7 @@ class Caller:
         name: for limits, counts and the page.
         namespace: of the cache; tenants with the same one share what is cached.
         limit: requests that it may have under way; None: as many as the server takes.
-        sees_all: `/metrics`, `/explain` and the page show it everybody's.
+        sees_all: `/metrics`, `/explain` and the page show the requests of all tenants.
     """
 
     name: str
