@@ -92,7 +92,7 @@ def with_logprobs(fields: Fields, params: SamplingParams, structured: dict[str, 
 
 def stream_options(fields: Fields) -> tuple[bool, bool]:
     """Whether a stream ends with its usage, and whether each piece has it."""
-    options = fields.object("stream_options")
+    options = fields.nested("stream_options")
     if options is None:
         return False, False
     found = options.boolean("include_usage"), options.boolean("continuous_usage_stats")

@@ -87,7 +87,7 @@ class Fields:
             return value
         raise self.refuse(name, "a list", value)
 
-    def object(self, name: str) -> Fields | None:
+    def nested(self, name: str) -> Fields | None:
         """An object; None: absent."""
         value = self.take(name)
         return None if value is None else Fields(value, self.path(name))

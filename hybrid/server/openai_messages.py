@@ -86,7 +86,7 @@ def _part(fields: Fields) -> dict[str, Any]:
             raise fields.refuse(kind, "a text", None)
         found: dict[str, Any] = {"type": "text", "text": text}
     elif kind == "image_url":
-        image = fields.object("image_url")
+        image = fields.nested("image_url")
         if image is None:
             raise fields.refuse("image_url", "{'url': 'data:image/...;base64,...'}", None)
         image.ignore("detail")  # a hint about cost: images here have the size that they have

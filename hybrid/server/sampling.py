@@ -80,7 +80,7 @@ def token_numbers(fields: Fields, values: dict[str, Any]) -> dict[int, Any]:
 def pin_seconds(fields: Fields) -> float | None:
     """Seconds for which the prefix of a request is kept from eviction; None: as long as it is worth it."""
     retention = RETENTION[fields.one_of("prompt_cache_retention", tuple(RETENTION), "in_memory")]
-    options = fields.object("prompt_cache_options")
+    options = fields.nested("prompt_cache_options")
     if options is None:
         return retention
     ttl = options.one_of("ttl", tuple(TTL), "")
@@ -95,18 +95,18 @@ def structured_of(fields: Fields) -> dict[str, Any] | None:
     Raises:
         HttpError: it cannot be used.
     """
-    own = fields.object("structured_outputs")
+    own = fields.nested("structured_outputs")
     if own is not None:
         names = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
         names["json_object"] = "json_object"
         given = {form: value for name, form in names.items() if (value := own.take(name)) is not None}
         own.close()
         return given or None
-    wanted = fields.object("response_format")
+    wanted = fields.nested("response_format")
     if wanted is None:
         return None
     kind = wanted.one_of("type", ("text", "json_object", "json_schema"), "")
-    schema = wanted.object("json_schema")
+    schema = wanted.nested("json_schema")
     if not kind:
         raise wanted.refuse("type", "'text', 'json_object' or 'json_schema'", None)
     wanted.close()

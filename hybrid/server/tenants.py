@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError
@@ -123,12 +124,12 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
         known = {"key": str, "namespace": str, "limit": int, "sees_all": bool}
         if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(known):
             raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
-        for field, value in entry.items():
+        own: dict[str, Any] = entry
+        for field, value in own.items():
             if type(value) is not known[field] or value == "" or (field == "limit" and value < 1):
                 raise ArgumentError(f"{where}: {field} must be a {known[field].__name__}; got {shown(value)}")
-        if entry["key"] in found:
-            raise ArgumentError(f"{where} has the key of {found[entry['key']].name!r}; give each its own")
-        found[entry["key"]] = Caller(
-            name, entry.get("namespace", name), entry.get("limit"), entry.get("sees_all", False)
-        )
+        if own["key"] in found:
+            raise ArgumentError(f"{where} has the key of {found[own['key']].name!r}; give each its own")
+        namespace, limit = own.get("namespace", name), own.get("limit")
+        found[own["key"]] = Caller(name, namespace, limit, own.get("sees_all", False))
     return found

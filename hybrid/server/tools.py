@@ -90,7 +90,7 @@ def openai_tools(fields: Fields, template: str) -> Tools:
         tool = Fields(value, f"{fields.path('tools')}[{number}]")
         if tool.one_of("type", ("function",), "") != "function":
             raise tool.refuse("type", "'function'", None)
-        function = tool.object("function")
+        function = tool.nested("function")
         if function is None:
             raise tool.refuse("function", "an object with a name", None)
         functions.append({"type": "function", "function": read_function(function)})
@@ -99,7 +99,7 @@ def openai_tools(fields: Fields, template: str) -> Tools:
     name = None
     if isinstance(given, dict):
         wanted = Fields(given, fields.path("tool_choice"))
-        if wanted.one_of("type", ("function",), "function") and (inner := wanted.object("function")) is not None:
+        if wanted.one_of("type", ("function",), "function") and (inner := wanted.nested("function")) is not None:
             name = inner.text("name")
             inner.close()
         wanted.close()
