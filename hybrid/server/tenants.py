@@ -126,10 +126,10 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
             raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
         own: dict[str, Any] = entry
         for field, value in own.items():
-            if type(value) is not known[field] or value == "" or (field == "limit" and value < 1):
+            if value.__class__ is not known[field] or value == "" or (field == "limit" and value < 1):
                 raise ArgumentError(f"{where}: {field} must be a {known[field].__name__}; got {shown(value)}")
         if own["key"] in found:
             raise ArgumentError(f"{where} has the key of {found[own['key']].name!r}; give each its own")
-        namespace, limit = own.get("namespace", name), own.get("limit")
-        found[own["key"]] = Caller(name, namespace, limit, own.get("sees_all", False))
+        namespace: str = own.get("namespace", name)
+        found[own["key"]] = Caller(name, namespace, own.get("limit"), own.get("sees_all", False))
     return found
