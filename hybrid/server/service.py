@@ -216,7 +216,7 @@ class Server:
     async def _submit(
         self, prompt: Prompt, params: SamplingParams, namespace: str, reading: CallReader
     ) -> OutputStream:
-        stream = self.engine.stream(prompt, params, namespace=namespace)
+        stream = await self.engine.submit(prompt, params, namespace=namespace)
         reading.streams.append(stream)
         if reading.failure is not None or reading.has_left:
             stream.abort()

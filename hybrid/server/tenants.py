@@ -105,6 +105,10 @@ def _digest(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
+KNOWN: dict[str, type[Any]] = {"key": str, "namespace": str, "limit": int, "sees_all": bool}
+"""Fields of a tenant in a file of keys, and their types."""
+
+
 def read_keys(path: str | Path) -> dict[str, Caller]:
     """Read a file of keys: `{"NAME": {"key": "...", "namespace": "...", "limit": 8, "sees_all": false}}`. Without
     `namespace` a tenant has one of its own.
@@ -121,15 +125,19 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
     found: dict[str, Caller] = {}
     for name, entry in content.items():
         where = f"{path}: {name!r}"
-        known = {"key": str, "namespace": str, "limit": int, "sees_all": bool}
-        if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(known):
+        if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(KNOWN):
             raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
-        own: dict[str, Any] = entry
-        for field, value in own.items():
-            if value.__class__ is not known[field] or value == "" or (field == "limit" and value < 1):
-                raise ArgumentError(f"{where}: {field} must be a {known[field].__name__}; got {shown(value)}")
-        if own["key"] in found:
-            raise ArgumentError(f"{where} has the key of {found[own['key']].name!r}; give each its own")
-        namespace: str = own.get("namespace", name)
-        found[own["key"]] = Caller(name, namespace, own.get("limit"), own.get("sees_all", False))
+        key, namespace, limit, sees_all = (_checked(where, field, entry) for field in KNOWN)
+        if key in found:
+            raise ArgumentError(f"{where} has the key of {found[key].name!r}; give each its own")
+        found[key] = Caller(name, name if namespace is None else namespace, limit, bool(sees_all))
     return found
+
+
+def _checked(where: str, field: str, entry: dict[str, Any]) -> Any:
+    """One field of an entry; None: it is absent."""
+    value, kind = entry.get(field), KNOWN[field]
+    is_right = value is None or (isinstance(value, kind) and value != "" and (kind is bool or value is not True))
+    if not is_right or (field == "limit" and value is not None and value < 1):
+        raise ArgumentError(f"{where}: {field} must be a {kind.__name__}; got {shown(value)}")
+    return value
