@@ -101,7 +101,7 @@ class ReturningLife(Life):
         super().compare(prompt, options, output)
         self.counts["answers"] += 1
         self.counts["hits"] += output.usage.cached_tokens > 0
-        self.counts["restored"] += "tokens restored from" in output.explain
+        self.counts["restored"] += "tokens restored from" in str(output.explain)
         self.counts["pictures"] += bool(prompt.pictures)
 
     def happen(self) -> None:

@@ -24,17 +24,29 @@ HybridError
                                           the version found, and those known to work
 """
 
+from typing import ClassVar
+
 
 class HybridError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        code: the kind of the error, for programs; it stays when a message changes.
+    """
+
+    code: ClassVar[str] = "internal"
 
 
 class ArgumentError(HybridError, ValueError):
     """An argument is wrong. Nothing was changed."""
 
+    code: ClassVar[str] = "invalid_argument"
+
 
 class PromptError(ArgumentError):
     """A prompt cannot be run: it is empty, too long, or holds ids outside the vocabulary."""
+
+    code: ClassVar[str] = "invalid_prompt"
 
 
 class KeywordError(ArgumentError, TypeError):
@@ -44,17 +56,25 @@ class KeywordError(ArgumentError, TypeError):
 class SamplingError(ArgumentError):
     """Sampling parameters are out of range or contradict each other."""
 
+    code: ClassVar[str] = "invalid_parameters"
+
 
 class MemoryBudgetError(ArgumentError):
     """The memory is too small."""
+
+    code: ClassVar[str] = "memory_too_small"
 
 
 class CacheFileError(ArgumentError):
     """A file of cached prefixes is damaged, of another model or version, or cannot be written. Nothing was changed."""
 
+    code: ClassVar[str] = "invalid_file"
+
 
 class CheckpointError(ArgumentError):
     """There is no usable model checkpoint at a path or hub id."""
+
+    code: ClassVar[str] = "invalid_checkpoint"
 
 
 class UnsupportedModelError(CheckpointError):
@@ -64,22 +84,32 @@ class UnsupportedModelError(CheckpointError):
 class NonFiniteError(HybridError):
     """A forward pass gave logits, keys, values or states with NaN or infinity. Nothing of it was cached."""
 
+    code: ClassVar[str] = "not_finite"
+
 
 class RequestError(HybridError):
     """A request id is unknown, there is no work, or a request failed while its text was streamed."""
+
+    code: ClassVar[str] = "invalid_request"
 
 
 class QueueFullError(RequestError):
     """A queue is full: `EngineConfig.max_waiting` requests wait, and as many run as can. Nothing was changed; try again
     later."""
 
+    code: ClassVar[str] = "queue_full"
+
 
 class EncodingLimitError(RequestError):
     """Prompts that wait to be encoded are too large together, or one took too long. Nothing was changed."""
 
+    code: ClassVar[str] = "encoding_limit"
+
 
 class ClosedError(RequestError):
     """The engine or the cache was closed; or the thread of an `AsyncEngine` ended with an error, the cause of this."""
+
+    code: ClassVar[str] = "closed"
 
 
 class LockError(HybridError):
@@ -89,13 +119,19 @@ class LockError(HybridError):
 class OwnershipError(HybridError):
     """A page or a state slot was about to be owned or freed twice, or another thread than the owner made a call."""
 
+    code: ClassVar[str] = "wrong_owner"
+
 
 class AuditError(HybridError):
     """An invariant of the cache does not hold: a bug in this package."""
 
+    code: ClassVar[str] = "inconsistent"
+
 
 class VersionError(HybridError):
     """An installed package is not as this one relies on it to be. Nothing of what it computed was cached."""
+
+    code: ClassVar[str] = "wrong_version"
 
 
 REFUSALS = (ArgumentError, RequestError)

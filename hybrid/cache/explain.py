@@ -43,6 +43,11 @@ def explain(tree: Tree, key: Key, limit: int, match: Match) -> Explanation:
     return Explanation(len(key), match.num_page_tokens, match.num_tokens, _reason(tree, key, limit, match))
 
 
+def not_started(num_tokens: int) -> Explanation:
+    """The explanation of a prompt that waits."""
+    return Explanation(num_tokens, 0, 0, "not started yet")
+
+
 def cache_off(key: Key) -> Explanation:
     """The explanation of a cache that keeps nothing."""
     return Explanation(len(key), 0, 0, "the cache is disabled")

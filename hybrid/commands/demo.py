@@ -239,7 +239,7 @@ def _as_row(output: RequestOutput) -> dict[str, Any]:
         "time_to_first_token": output.time_to_first_token,
         "tokens_per_second": output.tokens_per_second,
         "text": output.text,
-        "explain": output.explain,
+        "explain": str(output.explain),
     }
 
 

@@ -114,6 +114,6 @@ def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
         "cached_tokens": output.usage.cached_tokens,
         "drafted_tokens": output.usage.drafted_tokens,
         "accepted_tokens": output.usage.accepted_tokens,
-        "explain": output.explain,
+        "explain": str(output.explain),
         "error": output.error,
     }

@@ -50,8 +50,8 @@ from hybrid.tiers.transfer import Transfer
 
 
 class TextStream(Iterator[str]):
-    """Pieces of an answer, in order. Closing or dropping it early aborts the request, from any thread: one that does
-    not own the engine has the next step do it.
+    """Pieces of an answer, in order. Closing it, leaving its `with`, or dropping it early aborts the request, from any
+    thread: one that does not own the engine has the next step do it.
 
     Args:
         request: not queued yet: the first piece that is asked for does that.
@@ -77,6 +77,19 @@ class TextStream(Iterator[str]):
         """
         self._check_owner()
         return next(self._pieces)
+
+    @property
+    def output(self) -> RequestOutput:
+        """The output of the request up to now: the whole answer, its usage, its hit."""
+        return self._request.source.output()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Abort the request, if it has not ended."""
@@ -315,7 +328,8 @@ class Engine:
 
     @known_keywords(params=SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> TextStream:
-        """Answer one prompt, piece by piece. Closing the stream early aborts the request.
+        """Answer one prompt, piece by piece. `output` of the stream is the whole answer up to now. Closing the stream
+        early, or leaving its `with`, aborts the request.
 
         Other requests may be run between two pieces; nothing of the stream is lost.
 

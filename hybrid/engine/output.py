@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -55,15 +56,25 @@ class Completion:
 
     Attributes:
         index: 0 is the first.
-        text, token_ids, logprobs, finish_reason, error: as in `RequestOutput`.
+        text, token_ids, delta, delta_token_ids, finish_reason, stop_reason, logprobs, error, error_code: as in
+            `RequestOutput`.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
+    delta: str
+    delta_token_ids: list[int]
     finish_reason: str | None
-    error: str | None = None
+    stop_reason: str | int | None
+    logprobs: list[dict[int, float]] | None
+    error: str | None
+    error_code: str | None
+
+    def since(self, previous: Completion | None) -> Completion:
+        """The same answer for a reader whose last one was `previous`; None: the reader had none."""
+        num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
+        return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +91,20 @@ class RequestOutput:
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         usage: numbers of tokens.
         logprobs: for each token of the answer `{token_id: logprob}`; None unless requested.
-        explain: why the hit was what it was: prompt tokens, page hit, usable hit, and what was missing.
+        explain: why the hit was what it was: prompt tokens, page hit, usable hit, and what was missing; `str` of it is
+            a line of text.
         time_to_first_token: seconds from the arrival; None before the first token.
         tokens_per_second: of the answer, from its first token on; None before the second token.
+        time_queued: seconds from the arrival until it got its memory, encoding included; None before that.
+        time_to_end: seconds from the arrival until its answers had ended; None before that.
+        stop_reason: what ended an answer whose `finish_reason` is "stop": the stop text, or the id of the token, the
+            model's end-of-text tokens included; None where a grammar ended it.
+        token_bytes: for each token in `logprobs` and `prompt_logprobs` the bytes of its text: several tokens may make
+            one character, and the name of a control token is its text. It grows with the answer; None without
+            log-probabilities, and without a tokenizer.
         pin: made by `SamplingParams(pin_for=...)`, for `Engine.unpin`; None before the end, and without a pin.
         error: why the request failed, when `finish_reason` is "error".
+        error_code: the kind of this error, for programs: `HybridError.code`, or "internal" for other exceptions.
         prompt_logprobs: for each token of the prompt `{token_id: logprob}`, None for the first one, as far as they are
             computed; None unless requested.
         completions: the answers, where there are several; see `outputs`.
@@ -99,11 +119,16 @@ class RequestOutput:
     finish_reason: str | None
     usage: Usage
     logprobs: list[dict[int, float]] | None
-    explain: str
+    explain: Explanation
     time_to_first_token: float | None
     tokens_per_second: float | None
+    time_queued: float | None = None
+    time_to_end: float | None = None
+    stop_reason: str | int | None = None
+    token_bytes: Mapping[int, bytes] | None = None
     pin: Pin | None = None
     error: str | None = None
+    error_code: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     completions: tuple[Completion, ...] = ()
 
@@ -111,14 +136,35 @@ class RequestOutput:
     def outputs(self) -> tuple[Completion, ...]:
         """The `SamplingParams.n` answers. The fields of the output itself are those of the first; its `finish_reason`
         is set when all answers have ended."""
-        own = Completion(0, self.text, self.token_ids, self.logprobs, self.finish_reason, self.error)
-        return self.completions or (own,)
+        return self.completions or (self.completion(0),)
+
+    def completion(self, index: int) -> Completion:
+        """Its own answer, as one of several."""
+        return Completion(
+            index,
+            self.text,
+            self.token_ids,
+            self.delta,
+            self.delta_token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs,
+            self.error,
+            self.error_code,
+        )
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
         """The same output for a reader whose last one was `previous`, of the same request: with the deltas after it.
         None: the reader had none."""
         num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
-        return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
+        former = previous.completions if previous is not None else (None,) * len(self.completions)
+        completions = tuple(own.since(before) for own, before in zip(self.completions, former, strict=True))
+        return replace(
+            self,
+            delta=self.text[num_characters:],
+            delta_token_ids=self.token_ids[num_tokens:],
+            completions=completions,
+        )
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows of it."""
@@ -128,7 +174,7 @@ class RequestOutput:
             ("request", self.request_id),
             ("answer", f"{self.usage.completion_tokens} tokens, {self.finish_reason or 'unfinished'}"),
             ("time", ", ".join(times)),
-            ("hit", self.explain),
+            ("hit", str(self.explain)),
             ("error", self.error or ""),
         ]
         shown = self.text or " ".join(map(str, self.token_ids))

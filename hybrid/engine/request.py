@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol
 
-from hybrid.cache.explain import Explanation
+from hybrid.cache.explain import Explanation, not_started
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
 from hybrid.engine.constraints import Constraints
-from hybrid.engine.output import Outputs, OutputSource, RequestOutput, Usage
+from hybrid.engine.output import Completion, Outputs, OutputSource, RequestOutput, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
@@ -21,6 +21,7 @@ from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import Detokenizer
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
+from hybrid.prompts.vocabulary import Vocabulary
 from hybrid.speculation.drafter import History
 from hybrid.tiers.tier import Reading
 
@@ -61,11 +62,13 @@ class Continuation:
         text: decodes them; None: there is no tokenizer, or no text is wanted.
         constraints: what is done to logits because of them; None: nothing.
         adapter: that they are computed with, as the prompt is; None: the model alone.
+        vocabulary: the texts of tokens; None: there is no tokenizer.
     """
 
     text: Detokenizer | None = None
     constraints: Constraints | None = None
     adapter: Adapter | None = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class Request:
         is_fork: it is an answer after the first, and its first token is not known yet: it neither waits nor runs.
         prompt_logprobs: of the tokens of the prompt, as far as they are computed; None for the first.
         num_drafted, num_accepted: drafts that were computed, and that were what came next.
+        arrived, started_at, first_token_at, last_token_at, ended_at: as `time.perf_counter`; `started_at` is when it
+            first got its memory.
     """
 
     def __init__(
@@ -169,14 +174,22 @@ class Request:
         self.cold: ColdStart | None = None
         self.latest_turn: int = 0
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.error: str | None = None
+        self.error_code: str | None = None
         self.explanation: Explanation | None = None
         self.logprobs: list[dict[int, float]] = []
         self.pin: Pin | None = None
         self._answer: list[int] = []  # what `output` copies; as numbers of `ids` each output would make them anew
         self.arrived: float = time.perf_counter()
+        self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.ended_at: float | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._token_bytes: dict[int, bytes] = {}
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._vocabulary = continuation.vocabulary if continuation is not None else None
 
     def replay(self, num_tokens: int) -> Request:
         """The replay of the first `num_tokens` tokens of this request, which has ended."""
@@ -292,6 +305,7 @@ class Request:
         self.ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+            self._name_tokens(logprobs)
         ends = self.is_end(token, end_tokens)
         if self.constraints is not None and not ends:
             self.constraints.accept(token)
@@ -301,6 +315,7 @@ class Request:
             or (self.constraints is not None and self.constraints.is_complete)
         ):
             self.finish_reason = "stop"
+            self.stop_reason = token if ends else self.text.stop_text if self.text is not None else None
         elif len(self.ids) >= self.max_len:
             self.finish_reason = "length"
         if self.finish_reason and self.text is not None:
@@ -318,9 +333,22 @@ class Request:
             end: of the part that computed them.
         """
         missing = min(end, self.prompt_len - 1) + 1 - len(self.prompt_logprobs)
-        self.prompt_logprobs += logprobs[max(0, len(logprobs) - missing) :]
+        more = logprobs[max(0, len(logprobs) - missing) :]
+        self.prompt_logprobs += more
+        for known in more:
+            self._name_tokens(known)
 
-    def output(self, previous: RequestOutput | None = None) -> RequestOutput:
+    def _name_tokens(self, logprobs: dict[int, float]) -> None:
+        """Note the texts of tokens, for whom log-probabilities are reported."""
+        if self._vocabulary is not None:
+            for token in logprobs:
+                if token not in self._token_bytes:
+                    self._token_bytes[token] = self._vocabulary.bytes_of(token)
+
+    def _seconds_to(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.arrived
+
+    def output(self, previous: RequestOutput | Completion | None = None) -> RequestOutput:
         """Its answer up to now, without those of other completions; what `previous` does not have is its delta."""
         text = self.text.text if self.text is not None else ""
         num_output = self.num_output
@@ -346,10 +374,15 @@ class Request:
                 accepted_tokens=self.num_accepted,
             ),
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
-            explain=str(hit) if hit else "not started yet",
-            time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,
+            explain=hit or not_started(self.prompt_len),
+            time_to_first_token=self._seconds_to(self.first_token_at),
             tokens_per_second=(num_output - 1) / spent if num_output > 1 and spent > 0 else None,
+            time_queued=self._seconds_to(self.started_at),
+            time_to_end=self._seconds_to(self.ended_at),
+            stop_reason=self.stop_reason,
+            token_bytes=self._token_bytes if self._vocabulary is not None else None,
             pin=self.pin,
             error=self.error,
+            error_code=self.error_code,
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )

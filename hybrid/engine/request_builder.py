@@ -11,7 +11,7 @@ from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.constraints import Constraints, Grammars, are_needed
-from hybrid.engine.output import Completion, Outputs, RequestOutput
+from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
@@ -20,6 +20,7 @@ from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import Detokenizer, control_tokens
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
+from hybrid.prompts.vocabulary import Vocabulary
 from hybrid.units import ceil_div, format_bytes
 
 
@@ -60,8 +61,9 @@ class Completions:
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answers up to now. The fields beside `outputs` are those of the first, but its usage counts the tokens
         of all answers; it has a finish reason when all answers have one."""
-        outputs = [request.output() for request in self.requests]
-        first = self.requests[0].output(previous)
+        former = previous.completions if previous is not None else (None,) * len(self.requests)
+        outputs = [request.output(before) for request, before in zip(self.requests, former, strict=True)]
+        first = outputs[0]
         each = [output.usage for output in outputs]
         usage = replace(
             first.usage,
@@ -69,12 +71,15 @@ class Completions:
             drafted_tokens=sum(usage.drafted_tokens for usage in each),
             accepted_tokens=sum(usage.accepted_tokens for usage in each),
         )
-        completions = tuple(
-            Completion(index, output.text, output.token_ids, output.logprobs, output.finish_reason, output.error)
-            for index, output in enumerate(outputs)
+        completions = tuple(output.completion(index) for index, output in enumerate(outputs))
+        ends = [output.time_to_end for output in outputs if output.time_to_end is not None]
+        return replace(
+            first,
+            usage=usage,
+            completions=completions,
+            finish_reason=first.finish_reason if self.has_ended else None,
+            time_to_end=max(ends) if self.has_ended and ends else None,
         )
-        finish_reason = first.finish_reason if self.has_ended else None
-        return replace(first, usage=usage, completions=completions, finish_reason=finish_reason)
 
 
 MAX_ID_CHARACTERS = 256
@@ -118,7 +123,9 @@ class RequestBuilder:
         )
         self._grammars: Grammars | None = None
         self._control: dict[int, str] = {}
+        self._vocabulary: Vocabulary | None = None
         if loaded.tokenizer is not None:
+            self._vocabulary = Vocabulary(loaded.tokenizer)
             self._control = control_tokens(loaded.tokenizer)
             self._grammars = Grammars(loaded.tokenizer, model.vocab_size, loaded.end_tokens)
         self._encoder = PromptEncoder(
@@ -232,7 +239,7 @@ class RequestBuilder:
                 control=self._control,
             )
         constraints = self._constraints(params, prompt, namespace) if are_needed(params) else None
-        return Continuation(text, constraints, adapter)
+        return Continuation(text, constraints, adapter, self._vocabulary)
 
     def _constraints(self, params: SamplingParams, prompt: list[int], namespace: str) -> Constraints:
         """Return the constraints on the logits of an answer.

@@ -14,6 +14,7 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
@@ -567,6 +568,7 @@ class Scheduler:
         if lease is None:
             return False
         request.lease, request.status = lease, Status.RUNNING
+        request.started_at = request.started_at or time.perf_counter()
         request.prefill_end = end
         request.leader = None
         request.num_computed = request.num_committed = lease.num_hit_tokens
@@ -609,7 +611,7 @@ class Scheduler:
         if lease is None:
             self.waiting.return_first(fork)
             return
-        fork.lease, fork.status = lease, Status.RUNNING
+        fork.lease, fork.status, fork.started_at = lease, Status.RUNNING, request.started_at
         fork.num_computed = fork.prefill_end = lease.front_tokens
         fork.num_committed = request.num_committed
         self.running.append(fork)

@@ -440,12 +440,15 @@ class StepLoop(ABC):
             return
         self._reset_if_inconsistent(error)
         request.finish_reason = "error"
-        request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, HybridError):
+            request.error, request.error_code = str(error), error.code
+        else:
+            request.error, request.error_code = f"{type(error).__name__}: {error}", "internal"
         log.warning("%s ends with an error: %s", request.request_id, request.error)
         self._discard(request)
         for fork in request.forks:  # their prompt was not computed
             fork.is_fork, fork.finish_reason, fork.error = False, "error", request.error
-            fork.status = Status.FINISHED
+            fork.status, fork.error_code = Status.FINISHED, request.error_code
         self._end(request)
         request.outputs.put(request.source)
 
@@ -487,6 +490,10 @@ class StepLoop(ABC):
 
     def _end(self, request: Request) -> None:
         """A request has its finish reason. With several answers it has ended when all of them have."""
+        now = time.perf_counter()
+        for answer in request.answers:
+            if answer.finish_reason is not None and answer.ended_at is None:
+                answer.ended_at = now
         if not request.is_replay and all(answer.finish_reason is not None for answer in request.answers):
             self.requests.pop(request.answers[0].request_id, None)
             self.meter.ended(request.finish_reason or "")

@@ -20,10 +20,12 @@ class StopMatch(NamedTuple):
     Attributes:
         start: its first character, counted from the beginning of the piece: negative if it began before the piece.
         end: the character after its last one.
+        text: the stop text.
     """
 
     start: int
     end: int
+    text: str
 
 
 class StopTexts:
@@ -38,12 +40,12 @@ class StopTexts:
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._depths: list[int] = [0]
-        self._matched: list[int] = [0]  # per state: length of the longest of the texts that ends there; 0: none does
+        self._matched: list[str] = [""]  # per state: the longest of the texts that ends there; empty: none does
         for text in texts:
             state = 0
             for character in text:
                 state = self._next[state].get(character) or self._add(state, character)
-            self._matched[state] = len(text)
+            self._matched[state] = text
         self._fallbacks: list[int] = [0] * len(self._next)  # per state: its longest proper suffix that is a state
         self._link()
 
@@ -63,8 +65,8 @@ class StopTexts:
             while (after := following[state].get(character)) is None and state:
                 state = fallbacks[state]
             state = after or 0
-            if matched[state]:
-                return state, StopMatch(index + 1 - matched[state], index + 1)
+            if found := matched[state]:
+                return state, StopMatch(index + 1 - len(found), index + 1, found)
         return state, None
 
     def num_held(self, state: int) -> int:
@@ -76,7 +78,7 @@ class StopTexts:
         self._next[state][character] = added
         self._next.append({})
         self._depths.append(self._depths[state] + 1)
-        self._matched.append(0)
+        self._matched.append("")
         return added
 
     def _link(self) -> None:
@@ -117,7 +119,7 @@ class Detokenizer:
 
     Attributes:
         text: the part of the answer that no later token can change. It only grows.
-        stopped: whether a stop text was found.
+        stop_text: the stop text that was found; None: none was.
         num_kept: number of tokens of the answer before the stop text; 0 until one was found.
     """
 
@@ -131,7 +133,7 @@ class Detokenizer:
         control: Mapping[int, str] | None = None,
     ) -> None:
         self.text: str = ""
-        self.stopped: bool = False
+        self.stop_text: str | None = None
         self.num_kept: int = 0
         self._backend = tokenizer.backend_tokenizer
         self._skips = skip_special_tokens
@@ -150,6 +152,11 @@ class Detokenizer:
         self._ends: list[int] = []  # after each token
         self._names: list[tuple[int, int]] = []  # from where to where a name stands
         self._num_left_out = 0  # characters of all of these
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether a stop text was found."""
+        return self.stop_text is not None
 
     def append(self, token: int) -> bool:
         """Add a token.
@@ -215,7 +222,7 @@ class Detokenizer:
             return False
         cut = before + found.start
         self.text = self._text_up_to(cut)
-        self.stopped = True
+        self.stop_text = found.text
         # a token without text of its own is the beginning of a character, and counts to the token that ends it
         ends = enumerate(pairwise([0, *self._ends]), start=1)
         self.num_kept = max((n for n, (start, end) in ends if start < end <= cut), default=0)

@@ -93,7 +93,7 @@ def test_a_copy_in_host_memory_that_went_bad_is_a_miss_and_dropped(tiny: Engine,
         flip(engine, kind, at)
     found = answer(engine, PROMPT, PARAMS)
     assert same(found, expected)
-    assert found.usage.cached_tokens == 0 and "is not what was copied, and is dropped" in found.explain
+    assert found.usage.cached_tokens == 0 and "is not what was copied, and is dropped" in str(found.explain)
     stats = engine.cache.stats()
     assert stats.damaged_copies == stats.tier_failures > 0 == stats.restored_checkpoints
     evict(engine)
@@ -116,7 +116,7 @@ def test_what_went_bad_before_it_was_copied_is_not_restored(
         assert engine.cache.tiers is not None and engine.cache.tiers.disk is not None
         assert engine.cache.tiers.disk.flush()
     found = answer(engine, PROMPT, PARAMS)
-    assert same(found, expected) and "it holds NaN or infinity, and is dropped" in found.explain
+    assert same(found, expected) and "it holds NaN or infinity, and is dropped" in str(found.explain)
     assert engine.cache.stats().damaged_copies >= 1
     evict(engine)
     again = answer(engine, PROMPT, PARAMS)
@@ -137,7 +137,7 @@ def test_a_hit_that_gives_nan_is_computed_cold_once(
     spoil(engine, value=value)
     found = answer(engine, PROMPT, PARAMS)
     assert same(found, expected), found.error
-    assert found.usage.cached_tokens == 0 and "is left out" in found.explain
+    assert found.usage.cached_tokens == 0 and "is left out" in str(found.explain)
     assert "read 96 cached tokens and got NaN or infinity" in caplog.text
     assert engine.cache.stats().dropped_hits == 1
     again = answer(engine, PROMPT, PARAMS)
@@ -373,7 +373,7 @@ def live(tiny: Engine, seed: int, num_answers: int, folder: Path) -> Counter[str
             assert same(outputs[name], expected[key]), (counts, outputs[name].error)
             counts["answers"] += 1
             counts["hits"] += outputs[name].usage.cached_tokens > 0
-            counts["restores"] += "tokens restored from" in outputs[name].explain
+            counts["restores"] += "tokens restored from" in str(outputs[name].explain)
         engine.cache.audit()
         if what in ("a page", "a state") or rng.random() < 0.4:
             evict(engine)  # what went bad, and was not used, would be a second fault for a later request

@@ -165,7 +165,7 @@ def test_without_the_cache_nothing_is_kept(tiny: Engine) -> None:
     for _ in range(2):
         output = answer(engine, ids(80))
         assert output.usage.cached_tokens == output.usage.page_tokens == 0
-        assert "cache is disabled" in output.explain
+        assert "cache is disabled" in str(output.explain)
     stats = engine.cache.stats()
     assert stats.pages_cached == stats.checkpoints == 0
     assert_nothing_held(engine)
@@ -185,10 +185,12 @@ def test_the_next_turn_hits_up_to_the_last_whole_chunk_of_prompt_and_answer(tiny
 def test_explain_says_what_was_asked_and_hit_and_why_not_more(tiny: Engine) -> None:
     engine = engine_on(tiny)
     prompt = ids(4 * GRID + 3)
-    assert answer(engine, prompt).explain == f"0 of {4 * GRID + 3} tokens cached, pages up to 0: the cache is empty"
-    assert "this prompt is new" in answer(engine, ids(40, seed=8)).explain
+    assert (
+        str(answer(engine, prompt).explain) == f"0 of {4 * GRID + 3} tokens cached, pages up to 0: the cache is empty"
+    )
+    assert "this prompt is new" in answer(engine, ids(40, seed=8)).explain.reason
     again = answer(engine, prompt)
-    assert again.explain.startswith(f"{4 * GRID} of {4 * GRID + 3} tokens cached, pages up to {4 * GRID}: ")
+    assert str(again.explain).startswith(f"{4 * GRID} of {4 * GRID + 3} tokens cached, pages up to {4 * GRID}: ")
     assert again.usage.cached_tokens == again.usage.page_tokens == 4 * GRID
 
 

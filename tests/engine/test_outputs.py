@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import hybrid
 from hybrid import ArgumentError, ClosedError, Engine, EngineConfig, Histogram, OwnershipError, RequestOutput
 from hybrid.engine.request import Request
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
@@ -42,6 +43,88 @@ def test_the_deltas_of_many_requests_are_their_answers(tiny: Engine, overlap: bo
     assert_deltas_add_up(seen)
     assert all(len(output.delta_token_ids) == 1 for outputs in seen.values() for output in outputs)
     assert_nothing_held(engine)
+
+
+def test_the_deltas_of_several_answers_are_those_answers(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(TEXTS[0], greedy(12, n=3, temperature=1.5, seed=5))
+    texts, tokens = ["", "", ""], [list[int](), list[int](), list[int]()]
+    rng, last = random.Random(1), None
+    while engine.has_work:
+        if rng.random() < 0.4:
+            answer(engine, ids(20), greedy(3))  # several steps: the next deltas are longer
+        for output in engine.step():
+            again = output.since(last)
+            for completion, same in zip(output.outputs, again.outputs, strict=True):
+                assert (completion.delta, completion.delta_token_ids) == (same.delta, same.delta_token_ids)
+                texts[completion.index] += completion.delta
+                tokens[completion.index] += completion.delta_token_ids
+            last = output
+    assert last is not None
+    assert len({*texts}) == 3
+    assert texts == [completion.text for completion in last.outputs]
+    assert tokens == [completion.token_ids for completion in last.outputs]
+
+
+def test_an_output_says_what_ended_it_and_when(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    plain = answer(engine, TEXTS[0], greedy(6))
+    assert (plain.finish_reason, plain.stop_reason) == ("length", None)
+    stopped = answer(engine, TEXTS[0], greedy(6, stop=("zz", plain.text[2:5])))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", plain.text[2:5])
+    third = answer(engine, TEXTS[0], greedy(6, stop_token_ids=[plain.token_ids[2]]))
+    assert (third.finish_reason, third.stop_reason) == ("stop", plain.token_ids[2])
+    assert third.outputs[0].stop_reason == third.stop_reason
+    assert third.time_queued is not None
+    assert third.time_to_first_token is not None
+    assert third.time_to_end is not None
+    assert 0 <= third.time_queued <= third.time_to_first_token <= third.time_to_end
+    engine.add_request(TEXTS[0], greedy(6), request_id="waits")
+    engine.abort("waits")
+    (ended,) = engine.step()
+    assert (ended.finish_reason, ended.time_queued) == ("abort", None)
+    assert str(ended.explain).endswith("not started yet")
+    assert ended.time_to_end is not None
+
+
+def test_log_probabilities_come_with_the_bytes_of_their_tokens(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    text = "naïve — 東京 def"
+    output = answer(engine, text, greedy(6, logprobs=3, prompt_logprobs=2))
+    assert output.token_bytes is not None
+    assert output.logprobs is not None
+    assert b"".join(output.token_bytes[token] for token in output.token_ids).decode() == output.text
+    assert b"".join(output.token_bytes[token] for token in output.prompt_token_ids[1:]).decode() in text
+    assert {token for known in output.logprobs for token in known} <= output.token_bytes.keys()
+    assert answer(engine, text, greedy(2)).token_bytes is None
+
+
+def test_a_stream_of_text_has_its_output_and_works_in_with(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    expected = answer(engine, TEXTS[0], greedy(9))
+    with engine.stream(TEXTS[0], greedy(9)) as stream:
+        assert stream.output.finish_reason is None
+        text = "".join(stream)
+    assert stream.output.text == text == expected.text
+    assert stream.output.usage.completion_tokens == 9
+    with engine.stream(TEXTS[0], greedy(9)) as stream:
+        first = next(stream)
+    assert stream.output.finish_reason == "abort"
+    assert stream.output.text == first
+    assert_nothing_held(engine)
+
+
+def test_errors_have_codes_for_programs(tiny: Engine) -> None:
+    codes = {name: thing.code for name in hybrid.__all__ if hasattr(thing := getattr(hybrid, name), "code")}
+    assert codes["QueueFullError"] == "queue_full"
+    assert codes["PromptError"] == "invalid_prompt"
+    assert codes["UnsupportedModelError"] == codes["CheckpointError"]
+
+    def fails(tokens: list[int], logits: Any) -> Any:
+        raise ValueError("mine")
+
+    assert answer(engine_on(tiny), TEXTS[0], greedy(3, logits_processors=[fails])).error_code == "invalid_parameters"
+    assert answer(engine_on(tiny), TEXTS[0], greedy(3)).error_code is None
 
 
 def test_a_late_caller_gets_all_that_is_new_in_one_delta(tiny: Engine) -> None:

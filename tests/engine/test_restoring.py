@@ -118,7 +118,7 @@ def test_others_run_while_a_request_waits_for_the_disk(tiny: Engine, tmp_path: P
         disk.gate.set()
         output = run_to_end(engine)[late]
         assert output.usage.cached_tokens == PREFIX
-        assert "96 tokens restored from disk" in output.explain
+        assert "96 tokens restored from disk" in str(output.explain)
         assert_same(output, tiny, [*prefix, 7])
         assert_nothing_held(engine)
 
@@ -216,7 +216,7 @@ def test_a_disk_that_fails_is_a_miss_with_a_reason(tiny: Engine, tmp_path: Path,
         disk.opened().failing = 1.0
         output = answer(engine, [*prefix, 7], PARAMS)
         assert output.usage.cached_tokens == 0
-        assert "the disk failed: [Errno 5] Input/output error" in output.explain
+        assert "the disk failed: [Errno 5] Input/output error" in str(output.explain)
         assert engine.cache.stats().tier_failures > 0
         assert_same(output, tiny, [*prefix, 7])
         assert_nothing_held(engine)
@@ -232,7 +232,7 @@ def test_a_disk_that_does_not_answer_delays_a_request_as_long_as_computing_takes
             engine.cache.note_pass(1000, 1.0)
         outputs = engine.generate([[*prefix, 7] for prefix in prefixes], PARAMS, progress=False)
         assert [output.usage.cached_tokens for output in outputs] == [0, 0, 0]
-        texts = " ".join(output.explain for output in outputs)
+        texts = " ".join(str(output.explain) for output in outputs)
         assert "the disk took longer than computing" in texts or "the disk has not answered yet" in texts
         for output, prefix in zip(outputs, prefixes, strict=True):
             assert_same(output, tiny, [*prefix, 7])

@@ -46,7 +46,7 @@ def test_an_output_shows_its_answer_and_its_hit(tiny: Engine) -> None:
     page = shown(output)
     assert "48 of 60 prompt tokens cached" in page.text
     assert output.text in page.text
-    assert output.explain in page.text
+    assert str(output.explain) in page.text
     assert "9 tokens, length" in page.text
 
 

@@ -214,7 +214,7 @@ def test_the_text_whose_last_character_comes_first_is_found_however_the_text_is_
 
 
 def test_of_texts_that_end_together_the_longest_is_found() -> None:
-    assert StopTexts(("b", "aab", "ab")).find("caab", 0)[1] == StopMatch(1, 4)
+    assert StopTexts(("b", "aab", "ab")).find("caab", 0)[1] == StopMatch(1, 4, "aab")
 
 
 def lines_of(tokenizer: Any, stop: tuple[str, ...], count: int) -> int:
