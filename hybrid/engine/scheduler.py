@@ -176,6 +176,10 @@ class RestoringRequests:
 MAX_LOGIT_ROWS = 128
 """Tokens of a prompt part whose log-probabilities are wanted, at most, unless a chunk is larger."""
 
+MAX_REPLAYS = 256
+"""Answers that wait for their replay, at most: while requests fill every step none is replayed. The oldest is given up
+for one more."""
+
 
 class Scheduler:
     """Requests that wait and run, and the memory that they hold.
@@ -350,6 +354,8 @@ class Scheduler:
         replays = self.deterministic and keeps_turns and self.cache.enabled
         if replays and whole > request.prompt_len // self._grid * self._grid:
             self.waiting.add(request.replay(whole))
+            if self.waiting.num_replays > MAX_REPLAYS:
+                self.discard(self.waiting.oldest_replay)
 
     def roll_back(self, *steps: Step) -> None:
         """These steps failed or were interrupted: their requests start again from what was committed."""

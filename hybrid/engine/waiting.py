@@ -79,8 +79,9 @@ class PriorityQueue(Generic[Item]):
         return self._entries.get(entry[2]) is not entry
 
     def _bury(self) -> None:
-        """Make a heap without dead entries when there are many: another one, as a visit may be under way."""
-        if len(self._heap) > len(self._entries) * 9 // 8 + MIN_DEAD:
+        """Make a heap without dead entries when there are many, or nothing else: another one, as a visit may be under
+        way."""
+        if not self._entries or len(self._heap) > len(self._entries) * 9 // 8 + MIN_DEAD:
             heap = [*self._entries.values()]
             heapify(heap)
             self._heap = heap
@@ -114,6 +115,11 @@ class WaitingQueue:
     def num_replays(self) -> int:
         """Replays that wait."""
         return len(self._replays)
+
+    @property
+    def oldest_replay(self) -> Request:
+        """Of the replays that wait, the one that came first. There is one."""
+        return next(self._replays.visit())[1]
 
     @property
     def num_requests(self) -> int:

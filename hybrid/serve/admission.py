@@ -215,9 +215,14 @@ class PendingPrompt:
 
 
 class AdmissionQueue:
-    """Prompts that wait until the engine takes another request, by turns between namespaces."""
+    """Prompts that wait until the engine takes another request, by turns between namespaces.
+
+    Attributes:
+        num_bytes: of all of them.
+    """
 
     def __init__(self) -> None:
+        self.num_bytes: int = 0
         self._by_namespace: OrderedDict[str, OrderedDict[Inbox, PendingPrompt]] = (
             OrderedDict()
         )  # both with the next one first
@@ -237,6 +242,7 @@ class AdmissionQueue:
         """Another one waits; its outputs go to the inbox."""
         self._by_namespace.setdefault(asked.namespace, OrderedDict())[inbox] = asked
         self._namespaces[inbox] = asked.namespace
+        self.num_bytes += asked.num_bytes
 
     def next(self, skipped: Container[str] = ()) -> tuple[Inbox, PendingPrompt] | None:
         """Remove and return the one whose turn it is. None: there is none.
@@ -251,6 +257,7 @@ class AdmissionQueue:
         namespace, own = found
         inbox, asked = own.popitem(last=False)  # at first: it is not offered twice, whatever raises
         self._namespaces.pop(inbox, None)
+        self.num_bytes -= asked.num_bytes
         if own:
             self._by_namespace.move_to_end(namespace)
         else:
@@ -269,7 +276,7 @@ class AdmissionQueue:
         if namespace is None:
             return
         own = self._by_namespace[namespace]
-        del own[inbox]
+        self.num_bytes -= own.pop(inbox).num_bytes
         if not own:
             del self._by_namespace[namespace]
 
@@ -278,3 +285,4 @@ class AdmissionQueue:
         for namespace in [name for name, own in self._by_namespace.items() if not own]:
             del self._by_namespace[namespace]
         self._namespaces = {inbox: asked.namespace for inbox, asked in self}
+        self.num_bytes = sum(asked.num_bytes for _, asked in self)

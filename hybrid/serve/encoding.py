@@ -31,6 +31,9 @@ class EncodingPool:
         deliver: takes what has become of a prompt, in a thread of the pool.
         num_threads: that encode at once. They are started with the first prompt.
         max_seconds: from `add` until a prompt is encoded, at most; None: no limit.
+
+    Attributes:
+        num_bytes: of all prompts that were added, until they are taken.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class EncodingPool:
         self._deliver = deliver
         self._num_threads = num_threads
         self._max_seconds = max_seconds
+        self.num_bytes: int = 0
         self._changed = threading.Condition()
         self._queue = AdmissionQueue()
         self._asked: dict[Inbox, PendingPrompt] = {}  # all that were added, until they are taken
@@ -73,11 +77,13 @@ class EncodingPool:
             if self._max_seconds is not None:
                 self._deadlines[inbox] = time.monotonic() + self._max_seconds
             self._asked[inbox] = asked  # at last: where this raises before, nothing waits for it
+            self.num_bytes += asked.num_bytes
 
     def remove(self, inbox: Inbox) -> PendingPrompt | None:
         """Forget a prompt, wherever it is. None: it is not there."""
         with self._changed:
             asked = self._asked.pop(inbox, None)
+            self.num_bytes -= 0 if asked is None else asked.num_bytes
             self._deadlines.pop(inbox, None)
             self._queue.remove(inbox)
             return asked
@@ -87,6 +93,7 @@ class EncodingPool:
         with self._changed:
             self._queue.mend()
             self._deadlines = {inbox: end for inbox, end in self._deadlines.items() if inbox in self._asked}
+            self.num_bytes = sum(asked.num_bytes for asked in self._asked.values())
 
     @property
     def seconds_left(self) -> float | None:

@@ -328,7 +328,7 @@ class EngineThread:
                 self._fail(inbox, queue_full(self._num_waiting, len(asked), self.engine.config))
             return
         most = self.engine.config.encoding_bytes
-        held = sum(one.num_bytes for _, one in (*self._admission, *self._encoding)) if most is not None else 0
+        held = self._admission.num_bytes + self._encoding.num_bytes
         if most is not None and held + sum(one.num_bytes for _, one in asked) > most:
             text = (
                 f"prompts of {format_bytes(held)} wait to be encoded, and {len(asked)} more exceed "

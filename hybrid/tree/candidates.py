@@ -39,6 +39,9 @@ LARGE_SAMPLE = 256
 NOT_WEIGHED = -1, 0.0, 0.0, 0, 0
 """The entry of a candidate that has not been weighed yet: no group has this number."""
 
+MIN_COMPACTED = 1024
+"""Size that a queue has to have before what is no candidate any more is looked for and dropped."""
+
 MAX_NOTIFIED = 32
 """Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
 
@@ -421,7 +424,7 @@ class Queue(ABC):
 
     def __init__(self, is_candidate: Callable[[Node], bool]) -> None:
         self._is_candidate = is_candidate
-        self._compact_at = 1024
+        self._compact_at = MIN_COMPACTED
 
     @abstractmethod
     def push(self, node: Node, renewed: bool) -> None:
@@ -519,7 +522,7 @@ class OrderedQueue(Queue):
         self._heap = list(alive.values())
         self.settled = set(alive)
         heapify(self._heap)
-        self._compact_at = max(1024, 2 * len(self._heap))
+        self._compact_at = max(MIN_COMPACTED, 2 * len(self._heap))
 
 
 class SampledQueue(Queue):
@@ -556,7 +559,7 @@ class SampledQueue(Queue):
             if len(self._nodes) > self._compact_at:  # `peek` drops such nodes too, but may not be called
                 self._nodes = [node for node in self._nodes if self._is_candidate(node)]
                 self.settled = {id(node): place for place, node in enumerate(self._nodes)}
-                self._compact_at = max(1024, 2 * len(self._nodes))
+                self._compact_at = max(MIN_COMPACTED, 2 * len(self._nodes))
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -823,5 +826,5 @@ class AgingQueue(Queue):
         self._nodes = [self._nodes[place] for place in kept]
         self.settled = {id(node): place for place, node in enumerate(self._nodes)}
         self._weighed = [self._weighed[place] for place in kept]
-        self._compact_at = max(1024, 2 * len(kept))
+        self._compact_at = max(MIN_COMPACTED, 2 * len(kept))
         self._columns = self._columns.of(kept, self._compact_at + 1)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError, SamplingParams
+from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError, RequestOutput, SamplingParams
 from hybrid.engine.waiting import MAX_OVERTAKING, MAX_SERVED, WaitingQueue
 from support.calls import calls_of
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
@@ -218,3 +218,20 @@ def test_a_step_costs_the_same_whatever_waits(num_namespaces: int) -> None:
                 queue.started(request, request.prefill_end - request.num_computed)
 
     assert calls_of(steps) < 60 * 100
+
+
+def test_answers_that_wait_for_their_replay_are_few_however_long_every_step_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybrid.engine.scheduler.MAX_REPLAYS", 5)
+    engine = engine_without_model(1000, 200, config=EngineConfig(max_num_seqs=4))
+    most, ended = 0, list[RequestOutput]()
+    for seed in range(60):
+        engine.add_request(ids(20, seed), greedy(2 * GRID))
+    while engine.has_work:
+        ended += [output for output in engine.step() if output.finish_reason is not None]
+        most = max(most, engine.scheduler.waiting.num_replays)
+    assert most == 5, "none starts before requests that wait"
+    turns = [engine.explain([*ended[at].prompt_token_ids, *ended[at].token_ids]).usable_hit for at in (0, 1, -2, -1)]
+    assert turns == [GRID, GRID, 3 * GRID, 3 * GRID], "the oldest are given up"
+    assert_nothing_held(engine)

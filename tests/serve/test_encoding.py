@@ -129,16 +129,21 @@ def test_a_prompt_that_is_not_encoded_in_time_gets_an_error_and_the_others_do_no
     run(test, encoding_seconds=0.2)
 
 
-def test_prompts_that_wait_have_so_many_bytes_and_no_more() -> None:
+@pytest.mark.parametrize("max_waiting", [None, 1])
+def test_prompts_that_wait_have_so_many_bytes_and_no_more(max_waiting: int | None) -> None:
     async def test(engine: AsyncEngine, let_go: threading.Event) -> None:
-        slow = [asyncio.create_task(engine.generate([ids(SLOW)], greedy(2))) for _ in range(3)]
-        await until_waiting(engine, 3)
-        with pytest.raises(EncodingLimitError, match=r"wait to be encoded, and 1 more exceed .*encoding_memory"):
-            await engine.generate([ids(SLOW)], greedy(2))
+        for are_given_up in (True, True, False):
+            slow = [asyncio.create_task(engine.generate([ids(SLOW)], greedy(2))) for _ in range(3)]
+            await until_waiting(engine, 3)
+            with pytest.raises(EncodingLimitError, match=r"wait to be encoded, and 1 more exceed .*encoding_memory"):
+                await engine.generate([ids(SLOW)], greedy(2))
+            if are_given_up:
+                assert all(task.cancel() for task in slow)
+                await until_waiting(engine, 0)
         let_go.set()
         assert len(await asyncio.gather(*slow)) == 3
 
-    run(test, encoding_memory=int(3.5 * PART_BYTES * SLOW))
+    run(test, encoding_memory=int(3.5 * PART_BYTES * SLOW), max_waiting=max_waiting)
 
 
 def test_the_size_of_a_prompt_is_that_of_its_texts_and_pixels() -> None:
