@@ -27,6 +27,8 @@ SECTIONS = {
             "TextStream",
             "OutputStream",
             "Accepted",
+            "ParsedAnswer",
+            "ToolCall",
             "EngineStats",
         ),
     ],

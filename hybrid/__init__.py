@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hybrid.engine.stats import EngineStats, Histogram
     from hybrid.key import Key
     from hybrid.memory.memory import CacheMemory, Mover
+    from hybrid.prompts.answer_parser import ParsedAnswer, ToolCall
     from hybrid.prompts.images import Image, ImagePrompt
     from hybrid.serve.async_engine import AsyncEngine, OutputStream
     from hybrid.speculation.config import SpeculationConfig
@@ -91,6 +92,7 @@ __all__ = [
     "NonFiniteError",
     "OutputStream",
     "OwnershipError",
+    "ParsedAnswer",
     "Pin",
     "Policy",
     "PolicyWarning",
@@ -102,6 +104,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationConfig",
     "TextStream",
+    "ToolCall",
     "Transfer",
     "UnsupportedModelError",
     "Usage",
@@ -123,6 +126,7 @@ _HOMES = {
     "engine.stats": "EngineStats Histogram",
     "key": "Key",
     "memory.memory": "CacheMemory Mover",
+    "prompts.answer_parser": "ParsedAnswer ToolCall",
     "prompts.images": "Image ImagePrompt",
     "serve.async_engine": "AsyncEngine OutputStream",
     "speculation.config": "SpeculationConfig",

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,15 +32,8 @@ from hybrid.memory.device import on_device
 
 Numbers = np.ndarray[Any, Any]
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
-"""Between the parts of JSON there is white space for indentation, and no endless run of it."""
-
-JSON_OPTIONS_BEFORE_1_8 = {
-    "whitespace_flexible": False,
-    "item_separator": r",[ \n\t]{0,24}",
-    "key_separator": r":[ \n\t]{0,24}",
-}
-"""llguidance 1.7 repeats a pattern of white space without end. There, white space follows commas and colons alone."""
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": r",[ ]?", "key_separator": r":[ ]?"}
+"""JSON is compact: white space costs tokens. A blank may follow commas and colons, as models write it."""
 
 UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
 """The grammar around every other. Where only one text can follow, llguidance would allow only the token that the
@@ -159,12 +151,6 @@ class Grammars:
         return matcher
 
 
-def json_options() -> dict[str, Any]:
-    """Return the options by which the installed llguidance limits white space in JSON."""
-    major, minor = map(int, version("llguidance").split(".")[:2])
-    return JSON_OPTIONS if (major, minor) >= (1, 8) else JSON_OPTIONS_BEFORE_1_8
-
-
 def _choice(texts: Sequence[str]) -> dict[str, Any]:
     return {"lark_grammar": f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"}
 
@@ -176,9 +162,9 @@ def _first(grammars: str) -> dict[str, Any]:
 
 
 COMPILERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=json_options())),
+    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)),
     "json_object": lambda matcher, _: _first(
-        matcher.grammar_from_json_schema({"type": "object"}, overrides=json_options())
+        matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
     ),
     "regex": lambda matcher, regex: _first(matcher.grammar_from_regex(regex)),
     "grammar": lambda _, lark: {"lark_grammar": lark},
@@ -218,6 +204,41 @@ class RowEdits(NamedTuple):
     mask: Numbers | None = None
 
 
+class ThinkingGate:
+    """Finds the end of the reasoning that an answer begins with: its grammar holds after that.
+
+    Args:
+        mark: that ends reasoning.
+        bytes_of: the bytes of a token's text.
+
+    Attributes:
+        is_over: the mark was found.
+    """
+
+    def __init__(self, mark: bytes, bytes_of: Callable[[int], bytes]) -> None:
+        self.is_over: bool = False
+        self._mark = mark
+        self._bytes_of = bytes_of
+        self._tail = b""
+
+    def accept(self, token: int) -> None:
+        """The answer continues with this token."""
+        text = self._tail + self._bytes_of(token)
+        self.is_over = self._mark in text
+        self._tail = text[-len(self._mark) :]
+
+    def num_tokens(self, drafts: Sequence[int]) -> int | None:
+        """The number of these drafts that belong to the reasoning; None: it does not end with them."""
+        if self.is_over:
+            return 0
+        text = self._tail
+        for number, token in enumerate(drafts, 1):
+            text += self._bytes_of(token)
+            if self._mark in text:
+                return number
+        return None
+
+
 class Constraints:
     """The constraints that one request's parameters put on its logits.
 
@@ -227,6 +248,7 @@ class Constraints:
         end_tokens: the tokens that end its answer, those of `params` included.
         bad_words: token ids of each of its bad words.
         matcher: the grammar that its answer follows; None: there is none.
+        gate: reasoning before what follows the grammar; None: there is none. It is not ended by an end-of-text token.
     """
 
     def __init__(
@@ -236,7 +258,9 @@ class Constraints:
         end_tokens: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
+        gate: ThinkingGate | None = None,
     ) -> None:
+        self._gate = gate
         self._failures: dict[tuple[int, ...], str] = {}  # of the latest pass, by the answer before the row
         self._params = params
         self._matcher = matcher
@@ -270,7 +294,9 @@ class Constraints:
         Raises:
             SamplingError: its grammar does not allow that.
         """
-        if self._matcher is not None:
+        if self._gate is not None and not self._gate.is_over:
+            self._gate.accept(token)
+        elif self._matcher is not None:
             self._matcher.accept(token)
         self._answer.append(token)
         if self._is_penalized:
@@ -283,13 +309,16 @@ class Constraints:
         if not drafts:
             self._failures = {}
         process = self._process(answer)
-        mask = None
-        if self._matcher is not None:
+        mask, excluded = None, self._excluded(answer)
+        num_thinking = self._gate.num_tokens(drafts) if self._gate is not None else 0
+        if num_thinking is None:
+            excluded += self._end_tokens
+        elif self._matcher is not None:
             try:
-                mask = self._matcher.mask(drafts)
+                mask = self._matcher.mask(drafts[num_thinking:])
             except SamplingError as error:
                 process = partial(self._fail, error, answer)
-        return RowEdits(self._bias, self._penalty(drafts), process, self._excluded(answer), mask)
+        return RowEdits(self._bias, self._penalty(drafts), process, excluded, mask)
 
     def _fail(self, error: Exception, answer: Sequence[int], row: Tensor) -> Tensor:
         """A row of which no token can be chosen."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
 from hybrid.observe import notebook
+from hybrid.prompts.answer_parser import ParsedAnswer, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Completion:
 
     Attributes:
         index: 0 is the first.
-        text, token_ids, delta, delta_token_ids, finish_reason, stop_reason, logprobs, error, error_code: as in
+        text, token_ids, delta, delta_token_ids, finish_reason, stop_reason, logprobs, error, error_code, parsed: as in
             `RequestOutput`.
     """
 
@@ -70,11 +71,25 @@ class Completion:
     logprobs: list[dict[int, float]] | None
     error: str | None
     error_code: str | None
+    parsed: ParsedAnswer | None
 
     def since(self, previous: Completion | None) -> Completion:
         """The same answer for a reader whose last one was `previous`; None: the reader had none."""
         num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
-        return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
+        return replace(
+            self,
+            delta=self.text[num_characters:],
+            delta_token_ids=self.token_ids[num_tokens:],
+            parsed=_parsed_since(self, previous),
+        )
+
+
+def _parsed_since(
+    output: Completion | RequestOutput, previous: Completion | RequestOutput | None
+) -> ParsedAnswer | None:
+    if output.parsed is None:
+        return None
+    return output.parsed.since(previous.parsed if previous is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,7 @@ class RequestOutput:
         prompt_logprobs: for each token of the prompt `{token_id: logprob}`, None for the first one, as far as they are
             computed; None unless requested.
         completions: the answers, where there are several; see `outputs`.
+        parsed: the parts of the answer; None without `SamplingParams(parse_response=True)`.
     """
 
     request_id: str
@@ -131,6 +147,22 @@ class RequestOutput:
     error_code: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     completions: tuple[Completion, ...] = ()
+    parsed: ParsedAnswer | None = None
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the answer, without the marks around it; empty where it was not taken apart."""
+        return self.parsed.reasoning if self.parsed is not None else ""
+
+    @property
+    def content(self) -> str:
+        """The answer without reasoning and calls of tools; the whole text where it was not taken apart."""
+        return self.parsed.content if self.parsed is not None else self.text
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools that are complete; none where the answer was not taken apart."""
+        return self.parsed.tool_calls if self.parsed is not None else ()
 
     @property
     def outputs(self) -> tuple[Completion, ...]:
@@ -151,6 +183,7 @@ class RequestOutput:
             self.logprobs,
             self.error,
             self.error_code,
+            self.parsed,
         )
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
@@ -164,6 +197,7 @@ class RequestOutput:
             delta=self.text[num_characters:],
             delta_token_ids=self.token_ids[num_tokens:],
             completions=completions,
+            parsed=_parsed_since(self, previous),
         )
 
     def _repr_html_(self) -> str:

@@ -18,6 +18,7 @@ from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
 from hybrid.models.adapters import Adapter
+from hybrid.prompts.answer_parser import AnswerParser
 from hybrid.prompts.detokenizer import Detokenizer
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
@@ -63,12 +64,14 @@ class Continuation:
         constraints: what is done to logits because of them; None: nothing.
         adapter: that they are computed with, as the prompt is; None: the model alone.
         vocabulary: the texts of tokens; None: there is no tokenizer.
+        parser: takes the text apart; None: nothing does.
     """
 
     text: Detokenizer | None = None
     constraints: Constraints | None = None
     adapter: Adapter | None = None
     vocabulary: Vocabulary | None = None
+    parser: AnswerParser | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +149,8 @@ class Request:
         self.namespace = namespace
         self.text: Detokenizer | None = continuation.text if continuation is not None else None
         self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
+        self._parser: AnswerParser | None = continuation.parser if continuation is not None else None
+        self._num_parsed = 0
         self.adapter: Adapter | None = continuation.adapter if continuation is not None else None
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
         self.is_replay: bool = kind is RequestKind.REPLAY
@@ -320,9 +325,19 @@ class Request:
             self.finish_reason = "length"
         if self.finish_reason and self.text is not None:
             self.text.finish()
+        if self._parser is not None and self.text is not None:
+            self._parse(self._parser, self.text.text)
         self.kept_len = (
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
+
+    def _parse(self, parser: AnswerParser, text: str) -> None:
+        """Take apart what is new of the text."""
+        if len(text) > self._num_parsed:
+            parser.feed(text[self._num_parsed :])
+            self._num_parsed = len(text)
+        if self.finish_reason:
+            parser.finish()
 
     def add_prompt_logprobs(self, logprobs: Sequence[dict[int, float]], end: int) -> None:
         """Add the log-probabilities of tokens of the prompt that are not known yet: a request that starts again may
@@ -357,6 +372,7 @@ class Request:
         num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation
+        parsed = self._parser.parts() if self._parser is not None else None
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
@@ -384,5 +400,6 @@ class Request:
             pin=self.pin,
             error=self.error,
             error_code=self.error_code,
+            parsed=parsed.since(previous.parsed if previous is not None else None) if parsed is not None else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
 
 from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
-from hybrid.engine.constraints import Constraints, Grammars, are_needed
+from hybrid.engine.constraints import Constraints, Grammars, ThinkingGate, are_needed
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
@@ -18,8 +19,20 @@ from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, Samplin
 from hybrid.key import Key
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
+from hybrid.prompts.answer_parser import (
+    PLAIN,
+    THINKING,
+    TOOL_CALL,
+    AnswerParser,
+    Template,
+    Tool,
+    prefix_of,
+    template_of,
+    tools_of,
+)
 from hybrid.prompts.detokenizer import Detokenizer, control_tokens
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
+from hybrid.prompts.tool_grammar import call_grammar
 from hybrid.prompts.vocabulary import Vocabulary
 from hybrid.units import ceil_div, format_bytes
 
@@ -195,6 +208,8 @@ class RequestBuilder:
                 f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
                 f"{type(params).__name__} {shown(params)}"
             )
+        tools = params.tools or tools_of(prompt)
+        params = self._with_tool_choice(params, tools)
         namespace = self.namespace_of(namespace, params.adapter)
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
         encoded = self.encode(prompt, params.truncate_prompt_tokens, namespace)
@@ -214,7 +229,7 @@ class RequestBuilder:
         requests = []
         for index in range(params.n):
             own, name = params_of(params, index), f"{request_id}/{index}" if index else request_id
-            continuation = self._continuation(own, encoded.ids, adapter, namespace)
+            continuation = self._continuation(own, encoded.ids, adapter, namespace, tools)
             requests.append(
                 Request(name, encoded, own, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
             )
@@ -224,11 +239,46 @@ class RequestBuilder:
                 request.completions, request.is_fork = completions, request is not requests[0]
         return requests[0]
 
-    def _continuation(
-        self, params: SamplingParams, prompt: list[int], adapter: Adapter | None, namespace: str
-    ) -> Continuation:
-        """Return how the tokens of an answer are decoded, constrained and adapted."""
+    def _with_tool_choice(self, params: SamplingParams, tools: Sequence[Tool]) -> SamplingParams:
+        """Parameters by which the answer calls the tools that it must, or none.
+
+        Raises:
+            SamplingError: there is no such tool, or this checkpoint's calls have no known form.
+        """
+        if params.tool_choice == "auto":
+            return params
+        if params.tool_choice == "none":
+            return replace(params, bad_words=(*params.bad_words, TOOL_CALL)) if tools else params
+        name = None if params.tool_choice == "required" else params.tool_choice
+        grammar = call_grammar(self._response_template or {}, tools, name)
+        return replace(params, tool_choice="auto", structured={"grammar": grammar})
+
+    @cached_property
+    def _response_template(self) -> Template | None:
         tokenizer = self._loaded.tokenizer
+        return template_of(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
+
+    def _parser(self, prompt: list[int], tools: Sequence[Tool]) -> AnswerParser:
+        """Return what takes the answer to a prompt apart: all is content where nothing is known of its form."""
+        template, prefix = self._response_template, None
+        if template is not None:
+            prefix = prefix_of(self._loaded.tokenizer, prompt, template)
+        return AnswerParser(template, prefix, tools) if template and prefix is not None else AnswerParser(PLAIN, "")
+
+    def _continuation(
+        self,
+        params: SamplingParams,
+        prompt: list[int],
+        adapter: Adapter | None,
+        namespace: str,
+        tools: Sequence[Tool],
+    ) -> Continuation:
+        """Return how the tokens of an answer are decoded, taken apart, constrained and adapted."""
+        tokenizer = self._loaded.tokenizer
+        if params.parse_response and tokenizer is None:
+            raise PromptError("parse_response needs a tokenizer, and this checkpoint has none; leave it out")
+        is_parsed = params.parse_response or params.structured is not None
+        parser = self._parser(prompt, tools) if is_parsed and tokenizer is not None else None
         text = None
         if tokenizer is not None and params.detokenize:
             text = Detokenizer(
@@ -238,11 +288,15 @@ class RequestBuilder:
                 skip_special_tokens=params.skip_special_tokens,
                 control=self._control,
             )
-        constraints = self._constraints(params, prompt, namespace) if are_needed(params) else None
-        return Continuation(text, constraints, adapter, self._vocabulary)
+        is_thinking = parser is not None and parser.is_thinking
+        constraints = self._constraints(params, prompt, namespace, is_thinking) if are_needed(params) else None
+        return Continuation(text, constraints, adapter, self._vocabulary, parser if params.parse_response else None)
 
-    def _constraints(self, params: SamplingParams, prompt: list[int], namespace: str) -> Constraints:
+    def _constraints(self, params: SamplingParams, prompt: list[int], namespace: str, is_thinking: bool) -> Constraints:
         """Return the constraints on the logits of an answer.
+
+        Args:
+            is_thinking: the prompt ends within reasoning.
 
         Raises:
             PromptError: a token id is outside the vocabulary, or texts are given and there is no tokenizer.
@@ -263,7 +317,11 @@ class RequestBuilder:
             if self._grammars is None:
                 raise PromptError("structured output needs a tokenizer, and this checkpoint has none")
             matcher = self._grammars.matcher(params.structured, namespace)
-        return Constraints(params, prompt, frozenset(token for token in ends if token < vocab_size), words, matcher)
+        gate = None
+        if is_thinking and self._vocabulary is not None and matcher is not None:
+            gate = ThinkingGate(THINKING[1].encode(), self._vocabulary.bytes_of)
+        ends = {token for token in ends if token < vocab_size}
+        return Constraints(params, prompt, frozenset(ends), words, matcher, gate)
 
     def _check_ids(self, name: str, tokens: Iterable[int]) -> None:
         """Refuse token ids beyond the logits, which a pass would look up: those of a parameter, or of its words."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -109,13 +110,21 @@ class SamplingParams:
         skip_special_tokens: leave the names of control tokens out of the text. Stop texts are searched for among them
             all the same: `stop="<|im_start|>"` ends an answer where the token stands.
         structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
-            True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
-            follow, or with an end-of-text token where it may end. None: any answer.
+            True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. A schema may be a class of
+            pydantic, also by itself. JSON has no white space but for a blank after commas and colons. The answer ends
+            when nothing can follow, or with an end-of-text token where it may end. Where the prompt ends in reasoning
+            that the answer continues, the form begins after that. None: any answer.
         n: number of answers (`RequestOutput.outputs`). The prompt is computed once; each answer has random numbers of
             its own, which follow from `seed`. The first answer is that of n=1.
         prompt_logprobs: report the log-probabilities of the k most likely tokens and of the actual one at each position
             of the prompt; None: none. The whole prompt is computed: nothing of it is taken from the cache.
         adapter: name of a LoRA adapter (`Engine.adapters`) that prompt and answer are computed with; None: none.
+        parse_response: take the answer apart (`RequestOutput.reasoning`, `content`, `tool_calls`), by the checkpoint's
+            response template or the form of its chat template.
+        tools: descriptions of the tools that the answer may call, as in a chat template: their schemas give arguments
+            their types. Empty: those of the prompt, `{"messages": ..., "tools": ...}`.
+        tool_choice: "auto": the answer calls tools or not; "none": it calls none; "required": it is a call of one of
+            them; the name of one: it is a call of that one.
 
     Raises:
         SamplingError: a value is out of range, or two contradict each other.
@@ -150,6 +159,9 @@ class SamplingParams:
     n: int = 1
     prompt_logprobs: int | None = None
     adapter: str | None = None
+    parse_response: bool = False
+    tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    tool_choice: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value in {**self._sampling(), **self._limits(), **self._logits()}.items():
@@ -162,10 +174,22 @@ class SamplingParams:
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise SamplingError(f"SamplingParams: {name} contradicts structured, which ends the answer; leave one out")
+        if self.forces_call and self.structured is not None:
+            raise SamplingError(
+                f"SamplingParams: tool_choice={self.tool_choice!r} contradicts structured: a call has a form "
+                "of its own; leave one out"
+            )
+        if self.parse_response and not self.detokenize:
+            raise SamplingError("SamplingParams: parse_response needs detokenize=True: the parts are those of the text")
         if self.stop and not self.detokenize:
             raise SamplingError(
                 "SamplingParams: stop texts need detokenize=True: they are found in the text; use stop_token_ids"
             )
+
+    @property
+    def forces_call(self) -> bool:
+        """Tell whether the answer is the call of a tool."""
+        return self.tool_choice not in ("auto", "none")
 
     def _sampling(self) -> dict[str, Any]:
         """Return how a token is chosen, as checked values."""
@@ -209,6 +233,9 @@ class SamplingParams:
             "logits_processors": _functions(self.logits_processors),
             "adapter": _name("adapter", self.adapter, "an adapter"),
             "structured": None if self.structured is None else _form(self.structured),
+            "parse_response": _boolean("parse_response", self.parse_response),
+            "tools": _tools(self.tools),
+            "tool_choice": _name("tool_choice", self.tool_choice, "a tool, 'auto', 'none', 'required'") or "auto",
         }
 
 
@@ -330,6 +357,8 @@ def _name(name: str, value: object, of: str) -> str | None:
 
 def _form(value: object) -> dict[str, Any]:
     """The form of a structured answer: one entry of `FORMS`. Whether a schema is one is found where it is compiled."""
+    if isinstance(value, type):
+        value = {"json_schema": value}
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in FORMS:
         raise _refuse("structured", f"a dict with exactly one of the keys {', '.join(FORMS)}", value)
     ((kind, form),) = value.items()
@@ -348,8 +377,12 @@ def _form(value: object) -> dict[str, Any]:
 
 
 def _schema(value: object) -> dict[str, Any]:
-    """A JSON schema, from a dict or from JSON."""
-    expected = "a JSON schema: a dict, or the text of one"
+    """A JSON schema, from a dict, from JSON, or from a class of pydantic."""
+    expected = "a JSON schema: a dict, the text of one, or a class of pydantic"
+    pydantic: Any = sys.modules.get("pydantic")
+    if isinstance(value, type) and pydantic is not None and issubclass(value, pydantic.BaseModel):
+        model: Any = value
+        value = model.model_json_schema()
     try:
         schema = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -359,6 +392,16 @@ def _schema(value: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise _refuse("structured (json_schema)", expected, value)
     return schema
+
+
+def _tools(values: object) -> tuple[dict[str, Any], ...]:
+    """Descriptions of tools, with a name each."""
+    tools = [dict(value) if isinstance(value, Mapping) else {} for value in _entries("tools", values, "dicts")]
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _refuse("tools", "dicts with a name, as {'type': 'function', 'function': {'name': ...}}", values)
+    return tuple(tools)
 
 
 def _functions(values: object) -> tuple[LogitsProcessor, ...]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
-from hybrid.engine import constraints as module
 from hybrid.engine.constraints import Constraints, Edits, Grammars
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
 
@@ -55,19 +54,6 @@ def test_an_answer_follows_its_form(tiny: Engine, form: dict[str, Any]) -> None:
     else:  # a list may be longer than the answer
         assert "grammar" in form
         assert follows(form, re.sub(r",[^,]*$", "]", output.text))
-
-
-@pytest.mark.parametrize("form", FORMS[:3], ids=lambda form: next(iter(form)))
-def test_json_of_an_older_llguidance_follows_its_form(
-    tiny: Engine, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its pattern of white space has no end, so another option says where white space may be."""
-    monkeypatch.setattr(module, "version", lambda name: "1.7.0")
-    engine = engine_on(tiny)
-    for seed in range(3):
-        output = answer(engine, ids(20), params_of(form, seed=seed))
-        assert output.finish_reason == "stop"
-        assert follows(form, output.text), output.text
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -189,3 +175,89 @@ def test_without_the_library_the_extra_is_named(tiny: Engine, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ArgumentError, match="extra 'structured'"):
         answer(engine_on(tiny), ids(20), params_of(FORMS[5]))
+
+
+# After reasoning, and calls of tools
+
+THINKS = (
+    "{# <think> </think> <tool_call> <function= #}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]},
+    },
+}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "add 1"}], "tools": [ADD]}
+
+
+def thinking(engine: Engine, text: str = "Let me see.\n</think>\n\n") -> Any:
+    """A logits processor by which an answer begins with a text."""
+    assert engine.tokenizer is not None
+    said = engine.tokenizer(text, add_special_tokens=False).input_ids
+
+    def process(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(answer) < len(said):
+            logits.fill_(-1e9)[said[len(answer)]] = 0
+        return logits
+
+    return process
+
+
+@pytest.mark.parametrize("drafts", [None, "cache"])
+def test_a_form_begins_after_the_reasoning(tiny: Engine, monkeypatch: pytest.MonkeyPatch, drafts: str | None) -> None:
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", THINKS)
+    engine = engine_on(tiny)
+    engine = Engine(engine.loaded, engine.cache, engine.config, speculation=drafts)
+    params = params_of({"json_schema": SCHEMA}, logits_processors=[thinking(engine)], parse_response=True)
+    for _ in range(2):
+        output = answer(engine, CHAT, params)
+        assert output.reasoning == "Let me see."
+        assert follows({"json_schema": SCHEMA}, output.content)
+        assert output.text.startswith("Let me see.\n</think>")
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("choice", ["required", "add"])
+def test_a_forced_call_is_one_with_typed_arguments(tiny: Engine, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    for template in (THINKS, THINKS.replace("<function=", "").replace("<think>\n", "")):
+        monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+        engine = engine_on(tiny)
+        more = {"logits_processors": [thinking(engine)]} if template is THINKS else {}
+        params = SamplingParams(
+            max_new_tokens=90, temperature=0.7, seed=2, tool_choice=choice, parse_response=True, **more
+        )
+        (call,) = answer(engine, CHAT, params).tool_calls
+        assert call.name == "add"
+        assert call.arguments.keys() >= {"a"}
+        assert isinstance(call.arguments["a"], int)
+
+
+def test_tool_choices_that_cannot_be_are_refused(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", THINKS)
+    engine = engine_on(tiny)
+    with pytest.raises(SamplingError, match="there is no tool 'sub'; there are add"):
+        answer(engine, CHAT, SamplingParams(tool_choice="sub"))
+    with pytest.raises(SamplingError, match="there are no tools"):
+        answer(engine, "text", SamplingParams(tool_choice="required"))
+    with pytest.raises(SamplingError, match="contradicts structured"):
+        SamplingParams(tool_choice="required", structured={"json_object": True})
+    call = thinking(engine, "</think><tool_call>")
+    params = SamplingParams(max_new_tokens=9, parse_response=True, logits_processors=[call], tool_choice="none")
+    assert "<tool_call>" not in answer(engine, CHAT, params).text
+
+
+def test_a_class_of_pydantic_is_a_schema_and_json_is_compact(tiny: Engine) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Thing", name=(str, pydantic.Field(max_length=9)), sizes=(list[int], ...))
+    engine = engine_on(tiny)
+    for form in (model, {"json_schema": model}, {"json_schema": model.model_json_schema()}):
+        output = answer(engine, ids(20), SamplingParams(structured=form, max_new_tokens=200, temperature=1.0, seed=1))
+        if output.finish_reason == "stop":
+            model.model_validate_json(output.text)
+        assert not re.search(r"[\n\t]|  |[{\[] ", re.sub(r'"[^"]*"', '""', output.text))
+    with pytest.raises(SamplingError, match="a class of pydantic"):
+        SamplingParams(structured={"json_schema": int})

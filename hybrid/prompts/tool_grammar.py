@@ -1,0 +1,80 @@
+"""The grammar of an answer that is the call of a tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybrid.errors import SamplingError
+from hybrid.prompts.answer_parser import CALLS, JSON_CALLS, XML_CALLS, Template, Tool
+
+
+def call_grammar(template: Template, tools: Sequence[Tool], name: str | None) -> str:
+    """A Lark grammar of llguidance, of an answer that is one call of a tool.
+
+    Args:
+        template: the response template, by which the call is read.
+        tools: that can be called.
+        name: of the one that is called; None: any.
+
+    Raises:
+        SamplingError: there is no such tool, or the form of the template's calls is unknown.
+    """
+    functions: list[Mapping[str, Any]] = [tool.get("function", tool) for tool in tools]
+    if not functions:
+        raise SamplingError(
+            "tool_choice: there are no tools; give them with the messages, or as SamplingParams(tools=)"
+        )
+    wanted = [function for function in functions if name in (None, function.get("name"))]
+    if not wanted:
+        known = ", ".join(str(function.get("name")) for function in functions)
+        raise SamplingError(f"tool_choice: there is no tool {name!r}; there are {known}")
+    calls = template.get("fields", {}).get(CALLS)
+    if calls is JSON_CALLS:
+        rules = [_json_call(function) for function in wanted]
+    elif calls is XML_CALLS:
+        rules = [_xml_call(function) for function in wanted]
+    else:
+        raise SamplingError(
+            f"tool_choice: the form in which this checkpoint calls tools is not known; use 'auto' instead of {name!r}"
+        )
+    names = [f"call_{at}" for at in range(len(rules))]
+    body = "".join(f"{rule}: {text}\n" for rule, text in zip(names, rules, strict=True))
+    return f'start: "<tool_call>\\n" ({" | ".join(names)}) "\\n</tool_call>"\n{body}'
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters") or {}
+    return {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
+
+
+def _json_call(function: Mapping[str, Any]) -> str:
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": function.get("name")}, "arguments": _schema(function)},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    }
+    return f"%json {json.dumps(call)}"
+
+
+def _xml_call(function: Mapping[str, Any]) -> str:
+    schema = _schema(function)
+    required = schema.get("required") or []
+    parts = [f'"<function={function.get("name")}>\\n"']
+    for key, value in (schema.get("properties") or {}).items():
+        part = f'"<parameter={key}>\\n" {_value(value)} "\\n</parameter>\\n"'
+        parts.append(part if key in required else f"({part})?")
+    return " ".join([*parts, '"</function>"'])
+
+
+def _value(schema: Any) -> str:
+    """A parameter's value: a text as it is, without the beginning of a mark; anything else as JSON."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string" and "enum" in schema:
+        return "(" + " | ".join(json.dumps(str(text), ensure_ascii=False) for text in schema["enum"]) + ")"
+    if kind in (None, "string"):
+        return "/([^<\\n]|<[^\\/]|\\n[^<])*/"
+    return f"%json {json.dumps(schema)}"
