@@ -11,7 +11,11 @@ from starlette.routing import Route
 
 from hybrid.server.call import Call, Receive, Scope, Send
 from hybrid.server.chat import chat_completions, openai_error
+from hybrid.server.completions import completions, detokenize, tokenize
 from hybrid.server.errors import HttpError, failure_of
+from hybrid.server.messages import anthropic_error, count_tokens, messages
+from hybrid.server.metrics import metrics
+from hybrid.server.observing import explain, live, page, tree
 from hybrid.server.service import Server
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -69,9 +73,8 @@ async def model(server: Server, call: Call) -> None:
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:
-    length = server.engine.engine.config.max_model_len or server.engine.engine.model.config.max_position_embeddings
     found: dict[str, Any] = {"id": name, "object": "model", "created": server.created, "owned_by": "hybrid"}
-    return found | {"type": "model", "display_name": name, "max_model_len": length}
+    return found | {"type": "model", "display_name": name, "max_model_len": server.max_model_len}
 
 
 async def health(server: Server, call: Call) -> None:
@@ -106,5 +109,15 @@ def make_app(server: Server) -> Any:
             get("/v1/models", models),
             get("/v1/models/{name:path}", model),
             post("/v1/chat/completions", chat_completions),
+            post("/v1/completions", completions),
+            post("/v1/messages", messages, anthropic_error),
+            post("/v1/messages/count_tokens", count_tokens, anthropic_error),
+            post("/tokenize", tokenize),
+            post("/detokenize", detokenize),
+            get("/metrics", metrics),
+            get("/explain/{id}", explain),
+            get("/", page, is_open=True),
+            get("/live", live),
+            get("/tree", tree),
         ]
     )

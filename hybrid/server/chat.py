@@ -11,6 +11,7 @@ import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import SamplingError
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import Change, Changes, chat_logprobs, whole
 from hybrid.server.call import Call
@@ -86,7 +87,7 @@ def with_logprobs(fields: Fields, params: SamplingParams, structured: dict[str, 
     logprobs = (top or 0) if wanted else None
     try:
         return replace(params, logprobs=logprobs, structured=structured)
-    except ValueError as error:
+    except SamplingError as error:
         raise HttpError(400, str(error).removeprefix("SamplingParams: "), "response_format", "invalid_value") from None
 
 

@@ -53,8 +53,13 @@ def openai_params(fields: Fields, own: SamplingParams, max_tokens: int, *length:
     return changed(own, given, fields, used)
 
 
-def changed(own: SamplingParams, given: dict[str, Any], fields: Fields, length: str = "max_tokens") -> SamplingParams:
+def changed(
+    own: SamplingParams, given: dict[str, Any], fields: Fields, length: str = "max_tokens", stop: str = "stop"
+) -> SamplingParams:
     """Parameters with other values.
+
+    Args:
+        length, stop: names of these fields in the body.
 
     Raises:
         HttpError: one cannot be used; it is named as the body names it.
@@ -63,6 +68,7 @@ def changed(own: SamplingParams, given: dict[str, Any], fields: Fields, length: 
         return replace(own, **given)
     except SamplingError as error:
         text = str(error).removeprefix("SamplingParams: ").replace("max_new_tokens", length)
+        text = re.sub(r"^stop\b", stop, text)
         found = re.match(r"(\w+)", text)
         raise HttpError(400, text, fields.path(found[1]) if found else None, "invalid_value") from None
 

@@ -121,12 +121,33 @@ class Server:
     @property
     def template(self) -> str:
         """The source of the model's chat template; empty: it has none."""
-        found = getattr(self.engine.engine.tokenizer, "chat_template", None) or ""
+        found = getattr(self.tokenizer, "chat_template", None) or ""
         return "".join(found.values()) if isinstance(found, dict) else found
 
     def with_adapter(self, params: SamplingParams, name: str | None) -> SamplingParams:
         """Parameters for a request that names an adapter as its model."""
         return params if name in (None, self.name) else replace(params, adapter=name)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.engine.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer."""
+        own: int = self.engine.engine.model.config.max_position_embeddings
+        return self.engine.engine.config.max_model_len or own
+
+    async def encode(self, prompt: Prompt, namespace: str = "") -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            HybridError: it cannot be run.
+        """
+        one = SamplingParams(max_new_tokens=1)
+        request = await asyncio.to_thread(self.engine.engine.prepare, prompt, one, namespace, "encoded")
+        return list(request.ids[: request.prompt_len])
 
     async def body(self, call: Call) -> Any:
         """The body of a call, within the limits."""

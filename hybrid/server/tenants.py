@@ -127,6 +127,8 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
         where = f"{path}: {name!r}"
         if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(KNOWN):
             raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
+        if "/" in name or "/" in str(entry.get("namespace")):
+            raise ArgumentError(f"{where}: names and namespaces have no '/', which parts what requests add to them")
         key, namespace, limit, sees_all = (_checked(where, field, entry) for field in KNOWN)
         if key in found:
             raise ArgumentError(f"{where} has the key of {found[key].name!r}; give each its own")

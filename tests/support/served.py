@@ -1,12 +1,14 @@
 """A server over HTTP in a thread of this process, for clients in the others."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 
 from hybrid import AsyncEngine, Engine
@@ -14,6 +16,38 @@ from hybrid.server.app import make_app
 from hybrid.server.service import Server, ServerLimits
 from hybrid.server.serving import Listener
 from hybrid.server.tenants import LOOPBACK, Caller, Tenants
+
+ASKED: list[dict[str, Any]] = [{"role": "user", "content": "The with statement"}]
+
+
+class Poster:
+    """Posts JSON to a server.
+
+    Args:
+        address: of the server.
+        key: that it is sent with.
+    """
+
+    def __init__(self, address: str, key: str = "none") -> None:
+        self.address = address
+        self.headers = {"authorization": f"Bearer {key}"}
+
+    def __call__(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.address + path, json={"model": "tiny"} | body, headers=self.headers, timeout=60)
+
+    def chat(self, **body: Any) -> httpx.Response:
+        """A chat completion."""
+        return self("/v1/chat/completions", **{"messages": ASKED, "max_tokens": 8} | body)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """What is at a path."""
+        return httpx.get(self.address + path, headers=self.headers | headers, timeout=60)
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream of events, without its `[DONE]`."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 @contextmanager
