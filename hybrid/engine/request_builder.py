@@ -86,12 +86,14 @@ class Completions:
         )
         completions = tuple(output.completion(index) for index, output in enumerate(outputs))
         ends = [output.time_to_end for output in outputs if output.time_to_end is not None]
+        known = [output.token_bytes for output in outputs if output.token_bytes is not None]
         return replace(
             first,
             usage=usage,
             completions=completions,
             finish_reason=first.finish_reason if self.has_ended else None,
             time_to_end=max(ends) if self.has_ended and ends else None,
+            token_bytes={token: raw for each in known for token, raw in each.items()} if known else None,
         )
 
 

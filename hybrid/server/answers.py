@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from hybrid.engine.output import Completion, RequestOutput
+from hybrid.engine.output import RequestOutput
 
 Logprobs = list[dict[int, float]]
+
+MIN_LOGPROB = -9999.0
+"""Stands for the logarithm of zero, which JSON does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Change:
         token_ids: that were added.
         logprobs: of these; None: not asked for.
         finish_reason: set once, with the end.
+        token_bytes: of the tokens in `logprobs`.
     """
 
     index: int
@@ -28,70 +32,43 @@ class Change:
     token_ids: list[int]
     logprobs: Logprobs | None
     finish_reason: str | None
+    token_bytes: Mapping[int, bytes] | None = None
 
 
 class Changes:
-    """Finds what is new in the outputs of one request. Outputs that a reader has missed are in the next one.
+    """Finds what is new in the outputs of one request, of which a reader has each once.
 
     Args:
         n: number of answers.
     """
 
     def __init__(self, n: int) -> None:
-        self._seen = [(0, 0)] * n
         self._ended = [False] * n
 
     def of(self, output: RequestOutput) -> list[Change]:
         """Return the changes since the output before."""
         found = []
         for answer in output.outputs:
-            index = answer.index
+            index, new = answer.index, answer.delta_token_ids
             if self._ended[index]:
                 continue
-            characters, tokens = self._seen[index]
             self._ended[index] = answer.finish_reason is not None
-            if len(answer.token_ids) > tokens or len(answer.text) > characters or self._ended[index]:
-                self._seen[index] = (len(answer.text), len(answer.token_ids))
-                logprobs = answer.logprobs[tokens:] if answer.logprobs is not None else None
-                new = answer.token_ids[tokens:]
-                found.append(Change(index, answer.text[characters:], new, logprobs, answer.finish_reason))
+            if new or answer.delta or self._ended[index]:
+                logprobs = None if answer.logprobs is None else answer.logprobs[len(answer.token_ids) - len(new) :]
+                change = Change(index, answer.delta, new, logprobs, answer.finish_reason, output.token_bytes)
+                found.append(change)
         return found
 
 
-def whole(answer: Completion) -> Change:
-    """An answer from its beginning to its end."""
-    return Change(answer.index, answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
+def whole(output: RequestOutput) -> list[Change]:
+    """The answers of a request from their beginnings to their ends."""
+    return [
+        Change(one.index, one.text, one.token_ids, one.logprobs, one.finish_reason, output.token_bytes)
+        for one in output.outputs
+    ]
 
 
-class TokenTexts:
-    """The texts and the bytes of single tokens.
-
-    Args:
-        tokenizer: of transformers.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._bytes = _byte_alphabet()
-        self.of = lru_cache(maxsize=65536)(self._of)
-
-    def _of(self, token: int) -> tuple[str, list[int]]:
-        """Return a token's text, and its bytes: those of a part of a character have no text of their own."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        name = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if "\ufffd" in text and all(character in self._bytes for character in name):
-            return text, [self._bytes[character] for character in name]
-        return text, list(text.encode())
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The bytes by the characters that vocabularies of byte-level tokenizers write them as."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
-
-
-def chat_logprobs(texts: TokenTexts, change: Change, top: int) -> list[dict[str, Any]]:
+def chat_logprobs(change: Change, top: int) -> list[dict[str, Any]]:
     """Log-probabilities in the form of OpenAI's chat completions.
 
     Args:
@@ -100,16 +77,16 @@ def chat_logprobs(texts: TokenTexts, change: Change, top: int) -> list[dict[str,
     found = []
     for token, known in zip(change.token_ids, change.logprobs or (), strict=False):
         best = sorted(known.items(), key=lambda item: -item[1])[:top]
-        found.append(_entry(texts, token, known[token]) | {"top_logprobs": [_entry(texts, *one) for one in best]})
+        found.append(_entry(change, token, known[token]) | {"top_logprobs": [_entry(change, *one) for one in best]})
     return found
 
 
-def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    text, raw = texts.of(token)
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+def _entry(change: Change, token: int, logprob: float) -> dict[str, Any]:
+    raw = (change.token_bytes or {})[token]
+    return {"token": raw.decode(errors="replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": [*raw]}
 
 
-def completion_logprobs(texts: TokenTexts, change: Change, top: int, offset: int) -> dict[str, Any]:
+def completion_logprobs(change: Change, top: int, offset: int) -> dict[str, Any]:
     """Log-probabilities in the form of OpenAI's completions.
 
     Args:
@@ -118,11 +95,15 @@ def completion_logprobs(texts: TokenTexts, change: Change, top: int, offset: int
     """
     tokens, chosen, best, offsets = [], [], [], []
     for token, known in zip(change.token_ids, change.logprobs or (), strict=False):
-        text = texts.of(token)[0]
+        text = _text(change, token)
         tokens.append(text)
-        chosen.append(max(known[token], -9999.0))
+        chosen.append(max(known[token], MIN_LOGPROB))
         ordered = sorted(known.items(), key=lambda item: -item[1])[:top]
-        best.append({texts.of(one)[0]: max(value, -9999.0) for one, value in ordered})
+        best.append({_text(change, one): max(value, MIN_LOGPROB) for one, value in ordered})
         offsets.append(offset)
         offset += len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
+
+
+def _text(change: Change, token: int) -> str:
+    return (change.token_bytes or {})[token].decode(errors="replace")

@@ -11,7 +11,7 @@ from hybrid.prompts.encode import Message
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import image_from
-from hybrid.server.tools import Tools, checked_tools
+from hybrid.server.tools import NOTHING, Tools, checked_tools
 
 
 @dataclass
@@ -239,7 +239,7 @@ def _tools(fields: Fields, template: str) -> Tools:
         function: dict[str, Any] = {"name": name}
         if (description := tool.text("description")) is not None:
             function["description"] = description
-        function["parameters"] = tool.dictionary("input_schema") or {"type": "object", "properties": {}}
+        function["parameters"] = tool.dictionary("input_schema") or NOTHING
         tool.boolean("strict")
         cache_control(tool)
         tool.close()

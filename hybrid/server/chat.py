@@ -199,7 +199,7 @@ class ChatWriter:
         top = self._params.logprobs
         if top is None or change.logprobs is None:
             return None
-        return {"content": chat_logprobs(self._server.texts, change, top), "refusal": None}
+        return {"content": chat_logprobs(change, top), "refusal": None}
 
     def _reason(self, change: Change) -> str | None:
         if self._tools.forced is not None and change.finish_reason == "stop":
@@ -220,7 +220,7 @@ class ChatWriter:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answers and the usage."""
-        choices = [self._choice(whole(answer)) for answer in outputs[0].outputs]
+        choices = [self._choice(change) for change in whole(outputs[0])]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": usage_of(outputs)}
 
     def _choice(self, change: Change) -> dict[str, Any]:

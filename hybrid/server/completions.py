@@ -107,7 +107,6 @@ class CompletionWriter:
         usage_always: bool,
     ) -> None:
         self.id = new_id("cmpl-")
-        self._server = server
         self._params = params
         self._prefix = prefix
         self._usage_at_end = usage_at_end
@@ -141,9 +140,9 @@ class CompletionWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answers and the usage."""
         choices = [
-            self._choice(at, replace(whole(answer), text=self._prefix + answer.text))
+            self._choice(at, replace(change, text=self._prefix + change.text))
             for at, output in enumerate(outputs)
-            for answer in output.outputs
+            for change in whole(output)
         ]
         return self._head | {"choices": choices, "usage": usage_of(outputs)}
 
@@ -155,7 +154,7 @@ class CompletionWriter:
         logprobs = None
         if top is not None and change.logprobs is not None:
             offset = self._characters.get(index, 0)
-            logprobs = completion_logprobs(self._server.texts, change, top, offset)
+            logprobs = completion_logprobs(change, top, offset)
             self._characters[index] = offset + sum(map(len, logprobs["tokens"]))
         return {"index": index, "text": change.text, "logprobs": logprobs, "finish_reason": change.finish_reason}
 
@@ -181,7 +180,7 @@ async def tokenize(server: Server, call: Call) -> None:
     ids = await server.encode(prompt)
     found = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
     if with_texts:
-        found["token_strs"] = [server.texts.of(token)[0] for token in ids]
+        found["token_strs"] = [server.tokenizer.decode([token]) for token in ids]
     await call.respond(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from hybrid.errors import ArgumentError, ClosedError, EncodingLimitError, HybridError, QueueFullError
+from hybrid.errors import ArgumentError, ClosedError, EncodingLimitError, HybridError, MemoryBudgetError, QueueFullError
 
 KINDS = {
     400: "invalid_request_error",
@@ -21,6 +21,11 @@ KINDS = {
     504: "timeout_error",
 }
 """The kind of a failure by its status, in words that both APIs know."""
+
+LATER = {"retry-after": "1"}
+
+TOO_LONG = re.compile("this (model|engine) takes")
+"""Of the messages of prompts that are too long."""
 
 
 @dataclass(eq=False)
@@ -53,7 +58,7 @@ class HttpError(Exception):
 def full(limit: int) -> HttpError:
     """The refusal of a call when as many as the server takes are under way."""
     text = f"{limit} requests are under way, which is as many as this server takes; try again later"
-    return HttpError(429, text, code="queue_full", headers={"retry-after": "1"})
+    return HttpError(429, text, code=QueueFullError.code, headers=LATER)
 
 
 def failure_of(error: BaseException) -> HttpError:
@@ -61,19 +66,17 @@ def failure_of(error: BaseException) -> HttpError:
     if isinstance(error, HttpError):
         return error
     text = str(error)
-    if isinstance(error, QueueFullError):
-        return HttpError(429, text, code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, ClosedError):
-        return HttpError(
-            503, "the server is ending; send it to another one", code="closed", headers={"retry-after": "5"}
-        )
+        return HttpError(503, "the server is ending; send it to another one", code=error.code, headers=LATER)
+    if isinstance(error, QueueFullError):
+        return HttpError(429, text, code=error.code, headers=LATER)
     if isinstance(error, EncodingLimitError):
-        return HttpError(503, text, code="encoding_limit", headers={"retry-after": "5"})
+        return HttpError(503, text, code=error.code, headers=LATER)
     if isinstance(error, ArgumentError):
         found = re.match(r"SamplingParams: (\w+)", text)
-        too_long = "this model takes" in text or ("needs" in text and "pages" in text)
-        code = "context_length_exceeded" if too_long else "invalid_value"
+        is_too_long = isinstance(error, MemoryBudgetError) or TOO_LONG.search(text) is not None
+        code = "context_length_exceeded" if is_too_long else error.code
         return HttpError(400, text.removeprefix("SamplingParams: "), found and found[1], code)
     if isinstance(error, HybridError):
-        return HttpError(500, text, code="engine_error")
-    return HttpError(500, "the server failed; its log says why", code="internal_error")
+        return HttpError(500, text, code=error.code)
+    return HttpError(500, "the server failed; its log says why", code="internal")

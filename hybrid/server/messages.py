@@ -108,7 +108,9 @@ class MessageWriter:
         if previous is not None and self._server.records.find(previous, call.tenant) is None:
             self._diagnostics = {"cache_miss_reason": {"type": "previous_message_not_found"}}
 
-    def _message(self, content: list[Any], usage: dict[str, Any], stop: str | None) -> dict[str, Any]:
+    def _message(
+        self, content: list[Any], usage: dict[str, Any], stop: str | None, sequence: str | None = None
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "id": self.id,
             "type": "message",
@@ -116,7 +118,7 @@ class MessageWriter:
             "model": self._server.name,
             "content": content,
         }
-        found |= {"stop_reason": stop, "stop_sequence": None, "usage": usage}
+        found |= {"stop_reason": stop, "stop_sequence": sequence, "usage": usage}
         return found | ({"diagnostics": self._diagnostics} if self._diagnostics is not None else {})
 
     # A stream
@@ -163,7 +165,8 @@ class MessageWriter:
             self._is_open = True
         if self._is_open:
             events += _event("content_block_stop", index=0)
-        delta = {"stop_reason": self._stop(output), "stop_sequence": None}
+        stop, sequence = self._stop(output)
+        delta = {"stop_reason": stop, "stop_sequence": sequence}
         usage = output.usage
         counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         return events + _event("message_delta", delta=delta, usage=counts) + _event("message_stop")
@@ -177,7 +180,7 @@ class MessageWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The message."""
         output = outputs[0]
-        change = whole(output.outputs[0])
+        (change,) = whole(output)
         content: list[Any] = [{"type": "text", "text": change.text}]
         if self._tools.forced is not None:
             only = self._tools.only
@@ -185,13 +188,16 @@ class MessageWriter:
             content = [_tool_use(call)] if call is not None else []
         usage = output.usage
         counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return self._message(content, counts, self._stop(output))
+        return self._message(content, counts, *self._stop(output))
 
-    def _stop(self, output: RequestOutput) -> str:
+    def _stop(self, output: RequestOutput) -> tuple[str, str | None]:
+        """Return why it ended, and the stop text that ended it."""
         reason = output.finish_reason or ""
         if self._tools.forced is not None and reason == "stop":
-            return "tool_use"
-        return STOPS.get(reason, reason)
+            return "tool_use", None
+        if isinstance(output.stop_reason, str):
+            return "stop_sequence", output.stop_reason
+        return STOPS.get(reason, reason), None
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:

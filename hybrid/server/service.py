@@ -16,7 +16,6 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ClosedError
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
-from hybrid.server.answers import TokenTexts
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of, full
 from hybrid.server.records import Records, RequestRecord
@@ -92,7 +91,6 @@ class Server:
     Attributes:
         engine, name, tenants, limits: as given.
         records: what runs and ran.
-        texts: of single tokens.
         created: when the server began, in seconds since the epoch.
         is_draining: no request is taken any more.
     """
@@ -103,7 +101,6 @@ class Server:
         self.tenants = tenants
         self.limits = limits
         self.records = Records()
-        self.texts = TokenTexts(engine.engine.tokenizer)
         self.created = int(time.time())
         self.is_draining = False
         self._max_body = limits.body_bytes
@@ -341,7 +338,7 @@ class CallReader:
         if output is None or output.finish_reason in (None, "abort"):
             raise failure_of(ClosedError())
         if output.finish_reason == "error":
-            raise HttpError(500, f"the request failed: {output.error}", code="engine_error")
+            raise HttpError(500, f"the request failed: {output.error}", code=output.error_code)
         return output
 
 

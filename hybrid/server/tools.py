@@ -8,6 +8,9 @@ from typing import Any
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The arguments of a tool that names none."""
+
 
 @dataclass(frozen=True)
 class Tools:
@@ -42,7 +45,7 @@ class Tools:
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments."""
-    found: dict[str, Any] = tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    found: dict[str, Any] = tool["function"]["parameters"]
     return found
 
 
@@ -124,7 +127,7 @@ def read_function(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name}
     if (description := fields.text("description")) is not None:
         found["description"] = description
-    found["parameters"] = fields.dictionary("parameters") or {"type": "object", "properties": {}}
+    found["parameters"] = fields.dictionary("parameters") or NOTHING
     fields.boolean("strict")  # arguments of a call that must be made follow the schema always
     fields.close()
     return found

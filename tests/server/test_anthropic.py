@@ -49,6 +49,14 @@ def test_a_stream_has_the_message_of_a_whole_response(post: Poster) -> None:
     assert made["usage"]["output_tokens"] == first["usage"]["output_tokens"]
 
 
+def test_the_stop_sequence_that_ended_it_is_named(post: Poster) -> None:
+    text = message(post).json()["content"][0]["text"]
+    ended = message(post, stop_sequences=["never", text[4:8]]).json()
+    assert ended["stop_reason"] == "stop_sequence" and ended["stop_sequence"] == text[4:8]
+    assert ended["content"][0]["text"] == text[: text.index(text[4:8])]
+    assert whole(message(post, stop_sequences=[text[4:8]], stream=True))["stop_sequence"] == text[4:8]
+
+
 def test_the_usage_adds_up_and_has_the_hit(post: Poster) -> None:
     total = post("/v1/messages/count_tokens", messages=ASKED, system=SYSTEM).json()["input_tokens"]
     hits = []
