@@ -26,6 +26,7 @@ SECTIONS = {
             "Explanation",
             "TextStream",
             "OutputStream",
+            "Conversation",
             "Accepted",
             "ParsedAnswer",
             "ToolCall",

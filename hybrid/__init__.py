@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hybrid.cache.pins import Pin
     from hybrid.cache.stats import CacheStats
     from hybrid.engine.config import EngineConfig
+    from hybrid.engine.conversation import Conversation
     from hybrid.engine.engine import Engine, TextStream
     from hybrid.engine.output import Accepted, Completion, RequestOutput, Usage
     from hybrid.engine.sampling_params import SamplingParams
@@ -71,6 +72,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "Completion",
+    "Conversation",
     "Drafter",
     "EncodingLimitError",
     "Engine",
@@ -120,6 +122,7 @@ _HOMES = {
     "cache.pins": "Pin",
     "cache.stats": "CacheStats",
     "engine.config": "EngineConfig",
+    "engine.conversation": "Conversation",
     "engine.engine": "Engine TextStream",
     "engine.output": "Accepted Completion RequestOutput Usage",
     "engine.sampling_params": "SamplingParams",

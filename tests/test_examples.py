@@ -22,6 +22,11 @@ SHOWN = {
         r"[1-9]\d+ of \d+ tokens cached",
         r"[1-9]\d% of the prompt tokens were not computed",
     ],
+    "conversation": [
+        r"texts: [1-9]\d+ of \d+ tokens cached",
+        r"> Where is it defined\?",
+        r"[1-9]\d+ of \d+ tokens are cached for the next turn",
+    ],
     "images": [
         r"red square, turn 2: [1-9]\d+ of \d+ tokens cached",
         r"red square, turn 1: [1-9]\d+ of \d+ tokens cached",

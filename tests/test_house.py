@@ -217,6 +217,7 @@ def test_the_public_names_are_these() -> None:
         "CheckpointError",
         "ClosedError",
         "Completion",
+        "Conversation",
         "Drafter",
         "EncodingLimitError",
         "Engine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.key import Key
-from hybrid.prompts.encode import Prompt, as_prompts
+from hybrid.prompts.encode import Message, Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
@@ -342,6 +343,57 @@ class Engine:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
         request = self._request(prompt, params, namespace, Outputs())
         return TextStream(request, self._steps, self._claim, self._check_owner)
+
+    @known_keywords(params=SamplingParams)
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
+    ) -> RequestOutput:
+        """Answer a chat. The answer is taken apart: `reasoning`, `content`, `tool_calls`, and `message()`, which is the
+        next of the messages. `hybrid.Conversation` keeps the tokens of a chat, and hits in full.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`.
+            params: None: `default_params`.
+            tools: descriptions of the tools that the answer may call; see `SamplingParams.tool_choice`.
+            chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+            namespace: of the cache.
+
+        Raises:
+            HybridError: all that `generate` raises.
+        """
+        prompt: dict[str, Any] = {"messages": list(messages)}
+        if tools:
+            prompt["tools"] = [dict(tool) for tool in tools]
+        if chat_template_kwargs:
+            prompt["chat_template_kwargs"] = dict(chat_template_kwargs)
+        params = replace(params or self.default_params, parse_response=True)
+        return self.generate(prompt, params, namespace=namespace, progress=False)[0]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. In any thread.
+
+        Raises:
+            PromptError: the prompt has an unsupported form, is too large, or holds images, which ids cannot.
+        """
+        encoded = self._request_builder.encode(prompt)
+        if encoded.media is not None:
+            raise PromptError("a prompt with images has more than token ids: give the prompt itself")
+        return encoded.ids
+
+    def encode_turn(self, prompt: dict[str, Any]) -> list[int]:
+        """The token ids of what follows an answer in a chat: the end of its message, then the messages of
+        `{"messages": [...]}`, in the form of the chat template. In any thread. See `hybrid.Conversation`.
+
+        Raises:
+            PromptError: as for `encode`, or the template does not show an answer as it is.
+        """
+        return self._request_builder.encode_turn(prompt)
 
     # Step by step
 

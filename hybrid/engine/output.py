@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
@@ -163,6 +163,12 @@ class RequestOutput:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of tools that are complete; none where the answer was not taken apart."""
         return self.parsed.tool_calls if self.parsed is not None else ()
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of a chat, with its reasoning and its calls of tools."""
+        if self.parsed is not None:
+            return self.parsed.message()
+        return {"role": "assistant", "content": self.text}
 
     @property
     def outputs(self) -> tuple[Completion, ...]:

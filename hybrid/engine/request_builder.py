@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
+from typing import Any
 
 from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
@@ -162,6 +163,10 @@ class RequestBuilder:
             PromptError: the prompt has an unsupported form, or is too large.
         """
         return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate, namespace)
+
+    def encode_turn(self, prompt: dict[str, Any]) -> list[int]:
+        """The token ids of what follows an answer in a chat; see `hybrid.prompts.encode.encode_turn`."""
+        return self._encoder.encode_turn(prompt)
 
     def key(self, prompt: Prompt, namespace: str, adapter: str | None) -> Key:
         """The key under which a prompt is cached.

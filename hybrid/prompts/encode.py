@@ -252,6 +252,15 @@ class PromptEncoder:
         prompt = ImagePrompt(whole, prompt.images, prompt.positions)
         return EncodedPrompt(whole, Media.of(prompt, self._hidden_size, self._page_size))
 
+    def encode_turn(self, prompt: dict[str, Any]) -> list[int]:
+        """See the function of this name."""
+        if images_of(prompt, self._limits):
+            raise PromptError("messages with images have no token ids of their own: send the whole chat")
+        with self._splitting:
+            if self._splitter is None:
+                self._splitter = copy.deepcopy(self._tokenizer)
+            return encode_turn(self._splitter, prompt, self._limits)
+
     def _encode_end(self, prompt: Prompt, num_tokens: int) -> EncodedPrompt:
         """Encode a prompt without images, and keep the last `num_tokens` tokens."""
         if isinstance(prompt, ImagePrompt) or images_of(prompt, self._limits):
@@ -374,6 +383,36 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if isinstance(prompt, str):
         more = {"split_special_tokens": True} if split else {}
         return _tokenize(prompt, limits, lambda text: tokenizer(text, add_special_tokens=True, **more).input_ids)
+    return _encode_chat(tokenizer, messages, prompt, limits, split)
+
+
+ANSWER = "\ue000\ue001\ue000"
+"""In the place of an answer whose text does not matter: characters that Unicode leaves to private use."""
+
+
+def encode_turn(tokenizer: Any | None, prompt: dict[str, Any], limits: PromptLimits = NO_LIMITS) -> list[int]:
+    """Token ids of what follows an answer in a chat, from the end of its content on: the end of its message, and the
+    messages of the prompt, in the form of the chat template.
+
+    Raises:
+        PromptError: as for `encode`, or the template does not show what an assistant said as it is.
+    """
+    if tokenizer is None:
+        raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
+    before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
+    split = boolean(SPLIT, prompt.get(SPLIT, False))
+    return _encode_chat(tokenizer, [*before, *prompt["messages"]], prompt, limits, split, after=ANSWER)
+
+
+def _encode_chat(
+    tokenizer: Any, messages: list[Message] | None, prompt: Any, limits: PromptLimits, split: bool, after: str = ""
+) -> list[int]:
+    """Token ids of messages, by the chat template and with the options of their prompt.
+
+    Args:
+        split: the names of control tokens in the messages are text.
+        after: leave out the text up to this one, which stands in the messages once; empty: nothing.
+    """
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
     options = chat.template_options(prompt)
@@ -390,6 +429,10 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
+    if after:
+        if text.count(after) != 1:
+            raise PromptError("this chat template does not show an answer once and as it is: send the whole chat")
+        text = text.partition(after)[2]
     if control is not None and marks:
         return _tokenize(text, limits, lambda text: control.tokenize(text, marks))
     return _tokenize(text, limits, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
