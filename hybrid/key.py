@@ -21,6 +21,10 @@ PAIRS: str = "\0pairs "
 """The beginning of namespaces of keys of pairs; no other namespace begins with it."""
 
 
+MAX_NAMESPACE_CHARACTERS = 1024
+"""The maximum length of the name of a namespace, or of a tenant, that comes with a request: thousands are kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A sequence of token ids in a namespace. Equal ids in different namespaces share nothing.
@@ -109,13 +113,21 @@ def check_key(call: str, key: object) -> None:
         raise ArgumentError(f"{call}: key must be a hybrid.Key, as Key.of(ids) makes it; got {shown(key)}")
 
 
-def check_namespace(namespace: object) -> None:
+def check_namespace(namespace: object, max_characters: int | None = None) -> None:
     """Refuse a namespace that is not a string, where 1, 1.0 and True would be one, or that keys of pairs have.
 
+    Args:
+        max_characters: its length, at most; None: no limit.
+
     Raises:
-        ArgumentError: it is not a string, has a lone surrogate, or begins with `PAIRS`.
+        ArgumentError: it is not a string, is longer, has a lone surrogate, or begins with `PAIRS`.
     """
     _check_text(namespace)
+    if max_characters is not None and isinstance(namespace, str) and len(namespace) > max_characters:
+        raise ArgumentError(
+            f"a namespace has up to {max_characters} characters, got {len(namespace)} of them: {namespace!r:.40}...; "
+            "use a hash of it"
+        )
     if isinstance(namespace, str) and namespace.startswith(PAIRS):
         raise ArgumentError(f"a namespace must not begin with {PAIRS!r}, as those of pairs do; got {namespace!r:.100}")
 

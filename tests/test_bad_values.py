@@ -110,6 +110,8 @@ SETTINGS: list[tuple[type, dict[str, Any], tuple[str, ...]]] = [
     (SamplingParams, {"temperature": -1}, ("temperature", "-1")),
     (SamplingParams, {"temperature": "hot"}, ("temperature", "'hot'")),
     (SamplingParams, {"top_p": 0, "temperature": 1}, ("top_p", "0")),
+    (SamplingParams, {"tenant": "x" * 1025}, ("tenant", "1024")),
+    (SamplingParams, {"tenant": "a\ud800"}, ("tenant", "surrogate")),
     (SamplingParams, {"top_p": 2, "temperature": 1}, ("top_p", "2")),
     (SamplingParams, {"top_k": -7, "temperature": 1}, ("top_k", "-7")),
     (SamplingParams, {"min_p": NAN, "temperature": 1}, ("min_p", "nan")),
@@ -255,6 +257,7 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
         (lambda: engine.add_request(ids(9), 7), ("SamplingParams", "int")),  # type: ignore[arg-type]
         (lambda: engine.add_request(ids(9), namespace=b"a"), ("namespace", "b'a'")),  # type: ignore[arg-type]
         (lambda: engine.add_request(ids(9), namespace="\ud800"), ("namespace", "surrogate")),
+        (lambda: engine.add_request(ids(9), namespace="x" * 1025), ("namespace", "1024", "1025", "hash")),
         (lambda: engine.add_request(ids(9), request_id=7), ("request_id", "7")),  # type: ignore[arg-type]
         (lambda: engine.add_request(ids(9), SamplingParams(checkpoint_at=[99])), ("checkpoint_at", "99")),
         (lambda: engine.explain(ids(9), namespace=7), ("namespace", "7")),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.key import check_namespace
+from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
 from hybrid.models.adapters import Adapter, load_adapter
 from hybrid.units import format_bytes
 
@@ -118,9 +118,9 @@ def namespace_of(adapter: Adapter | None, namespace: str) -> str:
     """The namespace in which requests with an adapter share what is cached, within one of theirs.
 
     Raises:
-        ArgumentError: the caller's is not a string, or begins with the mark of those of adapters.
+        ArgumentError: the caller's is not a string, is too long, or begins with the mark of those of adapters.
     """
-    check_namespace(namespace)
+    check_namespace(namespace, MAX_NAMESPACE_CHARACTERS)
     if namespace.startswith(MARK):
         raise ArgumentError(
             f"a namespace may not begin with {MARK!r}, which marks those of adapters; got {namespace!r:.99}"

@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from hybrid import checks
-from hybrid.errors import SamplingError
+from hybrid.errors import ArgumentError, SamplingError
+from hybrid.key import MAX_NAMESPACE_CHARACTERS
 
 LogitsProcessor = Callable[..., Tensor]
 """`(answer, logits) -> logits` or `(prompt, answer, logits) -> logits`: lists of token ids, and one row `[vocab]` fp32.
@@ -350,9 +351,14 @@ def _bias(values: object) -> dict[int, float]:
 
 
 def _name(name: str, value: object, of: str) -> str | None:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise _refuse(name, f"the name of {of}, or None", value)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE_CHARACTERS:
+        raise _refuse(name, f"the name of {of}, of up to {MAX_NAMESPACE_CHARACTERS} characters, or None", value)
+    try:
+        return checks.text(f"SamplingParams: {name}", value)
+    except ArgumentError as error:
+        raise SamplingError(str(error)) from None
 
 
 def _form(value: object) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from hybrid.hf.past import Past, PastOrigin, following
 from hybrid.hf.prefill import Hits, PastFactory, Prefiller
 from hybrid.hf.second_run import SecondRun
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
-from hybrid.key import Key, check_namespace
+from hybrid.key import MAX_NAMESPACE_CHARACTERS, Key, check_namespace
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.prompts.images import Media
@@ -507,7 +507,7 @@ class PrefixCache:
 
     def _key_space(self, namespace: str) -> str:
         """The namespace of the tree for the version that the model is now. What former weights computed is evicted."""
-        check_namespace(namespace)
+        check_namespace(namespace, MAX_NAMESPACE_CHARACTERS)
         version = self._model.versions.current()
         if version.weights != self._version.weights:
             layout = layout_of_model(self._model)
@@ -520,7 +520,7 @@ class PrefixCache:
 
     def _keys(self, prompts: Prompts, images: ImageInputs | None, namespace: str) -> KeySpace:
         """Make the keys of prompts, for the model as it is now."""
-        check_namespace(namespace)
+        check_namespace(namespace, MAX_NAMESPACE_CHARACTERS)
         media: tuple[Media | None, ...] = (None,) * len(prompts.rows)
         if images is not None:
             media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size, namespace)

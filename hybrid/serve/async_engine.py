@@ -21,7 +21,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred
-from hybrid.key import check_namespace
+from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
 from hybrid.prompts.encode import Prompt, as_prompts, num_bytes
 from hybrid.serve.admission import Inbox, PendingPrompt
 from hybrid.serve.engine_thread import EngineThread
@@ -56,7 +56,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._task: asyncio.Task[Any] | None = None
         # a task that was cancelled between two outputs may keep the stream alive; it is watched, without the reverse
         self._watch: Callable[[asyncio.Task[Any]], None] = _watcher(weakref.ref(self))
-        check_namespace(asked.namespace)
+        check_namespace(asked.namespace, MAX_NAMESPACE_CHARACTERS)
 
     def begin(self, *, awaits_acceptance: bool = False) -> tuple[Inbox, PendingPrompt]:
         """Return where the outputs go, and what is asked. From now on the request is aborted with this stream."""
