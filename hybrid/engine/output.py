@@ -21,6 +21,8 @@ class Usage:
         cached_tokens: prompt tokens that were not computed (the usable hit).
         page_tokens: prompt tokens whose pages were cached (the page hit).
         completion_tokens: tokens of the answer.
+        written_tokens: prompt tokens after the usable hit, up to the last checkpoint that the cache has taken of the
+            prompt: the same prompt will not compute them again.
         drafted_tokens: drafts that were computed for the answer.
         accepted_tokens: of these, those that were what came next, and are in the answer.
     """
@@ -31,6 +33,7 @@ class Usage:
     completion_tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    written_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

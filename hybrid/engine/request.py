@@ -113,6 +113,7 @@ class Request:
         max_len: number of tokens of the prompt and the longest answer that there is room for.
         num_computed: number of tokens whose K, V and state have been computed, by passes that may still be running.
         num_committed: number of tokens handed to the cache, for others to share.
+        num_written: tokens up to the last checkpoint of its prompt that the cache has taken.
         prefill_end: tokens before this are computed as prompt, later ones one at a time.
         kept_len: number of tokens that a next turn can share: those before a stop text.
         wanted: positions at which other requests wait for a checkpoint of this one.
@@ -182,6 +183,7 @@ class Request:
         self.stop_reason: str | int | None = None
         self.error: str | None = None
         self.error_code: str | None = None
+        self.num_written: int = 0
         self.explanation: Explanation | None = None
         self.logprobs: list[dict[int, float]] = []
         self.pin: Pin | None = None
@@ -388,6 +390,7 @@ class Request:
                 num_output,
                 drafted_tokens=self.num_drafted,
                 accepted_tokens=self.num_accepted,
+                written_tokens=max(0, self.num_written - hit.usable_hit) if hit else 0,
             ),
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             explain=hit or not_started(self.prompt_len),

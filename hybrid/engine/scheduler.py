@@ -304,6 +304,8 @@ class Scheduler:
         written = lease.captured and any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
         if whole > lease.num_shared * config.page_size or written:
             self.cache.commit(lease, request.key(), whole)
+            if lease.num_written <= request.prompt_len:
+                request.num_written = lease.num_written
         request.num_committed = end
         if request.is_replay and part.end == len(request.ids):
             self._pin(request)

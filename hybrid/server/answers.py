@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid.engine.output import RequestOutput
+from hybrid.engine.output import Completion, RequestOutput
+from hybrid.prompts.answer_parser import ToolCall
 
 Logprobs = list[dict[int, float]]
 
@@ -20,11 +21,13 @@ class Change:
 
     Attributes:
         index: of the answer.
-        text: that was added.
+        text: that was added, without reasoning and calls where the answer is taken apart.
         token_ids: that were added.
         logprobs: of these; None: not asked for.
         finish_reason: set once, with the end.
         token_bytes: of the tokens in `logprobs`.
+        reasoning: that was added.
+        calls: of tools, that were completed.
     """
 
     index: int
@@ -33,6 +36,8 @@ class Change:
     logprobs: Logprobs | None
     finish_reason: str | None
     token_bytes: Mapping[int, bytes] | None = None
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Changes:
@@ -55,17 +60,28 @@ class Changes:
             self._ended[index] = answer.finish_reason is not None
             if new or answer.delta or self._ended[index]:
                 logprobs = None if answer.logprobs is None else answer.logprobs[len(answer.token_ids) - len(new) :]
-                change = Change(index, answer.delta, new, logprobs, answer.finish_reason, output.token_bytes)
-                found.append(change)
+                found.append(_change(answer, output, answer.delta, new, logprobs))
         return found
 
 
 def whole(output: RequestOutput) -> list[Change]:
     """The answers of a request from their beginnings to their ends."""
-    return [
-        Change(one.index, one.text, one.token_ids, one.logprobs, one.finish_reason, output.token_bytes)
-        for one in output.outputs
-    ]
+    found = []
+    for answer in output.outputs:
+        change = _change(answer, output, answer.text, answer.token_ids, answer.logprobs)
+        if (parts := answer.parsed) is not None:
+            change = replace(change, text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
+        found.append(change)
+    return found
+
+
+def _change(
+    answer: Completion, output: RequestOutput, text: str, tokens: list[int], logprobs: Logprobs | None
+) -> Change:
+    change = Change(answer.index, text, tokens, logprobs, answer.finish_reason, output.token_bytes)
+    if (new := answer.parsed) is None:
+        return change
+    return replace(change, text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
 
 
 def chat_logprobs(change: Change, top: int) -> list[dict[str, Any]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
+
+import orjson
 
 from hybrid.prompts.encode import Message
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import image_from
+from hybrid.server.records import Digests
 from hybrid.server.tools import NOTHING, Tools, checked_tools
 
 
@@ -32,6 +36,25 @@ class AnthropicPrompt:
     structured: dict[str, Any] | None = None
     system: Any = None
     turns: list[Any] = field(default_factory=list)
+
+    @property
+    def digests(self) -> Digests:
+        """Digests of the system prompt, of the tools, and of each message."""
+        return digest(self.system), digest(self.tools.functions), tuple(map(digest, self.turns))
+
+
+def digest(value: Any) -> bytes:
+    """A digest of JSON."""
+    return blake2b(orjson.dumps(value), digest_size=16).digest()
+
+
+def what_changed(before: Digests, now: Digests) -> str | None:
+    """Name what of a request differs from one before it, as Anthropic's API does; None: it continues that one."""
+    if before[1] != now[1]:
+        return "tools_changed"
+    if before[0] != now[0]:
+        return "system_changed"
+    return None if now[2][: len(before[2])] == before[2] else "messages_changed"
 
 
 def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
@@ -55,7 +78,7 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
     if found.messages[-1]["role"] == "assistant":
         found.options["continue_final_message"] = True
     found.tools = _tools(fields, template)
-    if found.tools.functions and "tools" in template and found.tools.choice != "none":
+    if found.tools.functions and found.tools.is_written:
         found.options["tools"] = [*found.tools.functions]
     _read_thinking(fields, template, found)
     config = fields.nested("output_config")
@@ -70,8 +93,6 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
                 raise form.refuse("schema", "a JSON schema", None)
             form.close()
             found.structured = {"json_schema": schema}
-    if found.tools.forced is not None:
-        found.structured = {"json_schema": found.tools.forced}
     cache_control(fields)
     return found
 
@@ -158,7 +179,7 @@ def _messages(fields: Fields, template: str) -> list[Message]:
             calls.append(_tool_use(block))
         elif kind == "thinking" and role == "assistant":
             thought.append(block.text("thinking") or "")
-            block.ignore("signature")
+            block.ignore("signature")  # of thinking that another server would check
         else:
             kinds = "'text', 'image' or 'tool_result'" if role == "user" else "'text', 'thinking' or 'tool_use'"
             raise block.refuse("type", kinds, kind)

@@ -16,6 +16,7 @@ from hybrid.server.errors import HttpError, failure_of
 from hybrid.server.messages import anthropic_error, count_tokens, messages
 from hybrid.server.metrics import metrics
 from hybrid.server.observing import explain, live, page, tree
+from hybrid.server.responses import responses
 from hybrid.server.service import Server
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def make_app(server: Server) -> Any:
             get("/v1/models/{name:path}", model),
             post("/v1/chat/completions", chat_completions),
             post("/v1/completions", completions),
+            post("/v1/responses", responses),
             post("/v1/messages", messages, anthropic_error),
             post("/v1/messages/count_tokens", count_tokens, anthropic_error),
             post("/tokenize", tokenize),

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import SamplingError
+from hybrid.prompts.answer_parser import ToolCall
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import Change, Changes, chat_logprobs, whole
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import openai_messages
-from hybrid.server.sampling import openai_params, structured_of
+from hybrid.server.records import Digests
+from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Server, new_id
 from hybrid.server.tools import Tools, openai_tools
 
@@ -33,14 +34,12 @@ async def chat_completions(server: Server, call: Call) -> None:
     template = server.template
     prompt: dict[str, Any] = {"messages": openai_messages(fields.array("messages"), "messages", template)}
     tools = openai_tools(fields, template)
-    if tools.functions and "tools" in template and tools.choice != "none":
+    if tools.functions and tools.is_written:
         prompt["tools"] = [*tools.functions]
     prompt |= template_fields(fields)
-    structured = structured_of(fields)
-    if tools.forced is not None:
-        structured = {"json_schema": tools.forced}
+    own = tools.params(structured_of(fields)) | {"parse_response": server.takes_apart}
     params = openai_params(fields, server.defaults, server.max_tokens, "max_completion_tokens", "max_tokens")
-    params = with_logprobs(fields, params, structured)
+    params = changed(params, own | {"logprobs": read_logprobs(fields)}, fields)
     is_stream, options = fields.boolean("stream"), stream_options(fields)
     salt = fields.text("cache_salt") or ""
     fields.only("modalities", ["text"])
@@ -75,20 +74,16 @@ def template_fields(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def with_logprobs(fields: Fields, params: SamplingParams, structured: dict[str, Any] | None) -> SamplingParams:
-    """Parameters with the form of the answer and the log-probabilities that are asked for.
+def read_logprobs(fields: Fields) -> int | None:
+    """The number of alternatives with log-probabilities; None: none are asked for.
 
     Raises:
-        HttpError: they contradict each other.
+        HttpError: the fields contradict each other.
     """
     wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, 20)
     if top is not None and not wanted:
         raise HttpError(400, "top_logprobs needs logprobs: true", fields.path("top_logprobs"), "invalid_value")
-    logprobs = (top or 0) if wanted else None
-    try:
-        return replace(params, logprobs=logprobs, structured=structured)
-    except SamplingError as error:
-        raise HttpError(400, str(error).removeprefix("SamplingParams: "), "response_format", "invalid_value") from None
+    return (top or 0) if wanted else None
 
 
 def stream_options(fields: Fields) -> tuple[bool, bool]:
@@ -112,7 +107,10 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            "cache_write_tokens": sum(usage.written_tokens for usage in usages),
+        },
     }
     if any(usage.drafted_tokens for usage in usages):
         accepted = sum(usage.accepted_tokens for usage in usages)
@@ -138,6 +136,7 @@ class ChatWriter:
         self, server: Server, params: SamplingParams, tools: Tools, usage_at_end: bool, usage_always: bool
     ) -> None:
         self.id = new_id("chatcmpl-")
+        self.parts: Digests | None = None
         self._server = server
         self._params = params
         self._tools = tools
@@ -145,6 +144,7 @@ class ChatWriter:
         self._usage_always = usage_always
         self._changes = Changes(params.n)
         self._called: set[int] = set()  # answers whose call of a tool has begun
+        self._num_calls: Counter[int] = Counter()  # by answer
         self._texts: dict[int, str] = {}  # of answers that are read when they end
         head = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": server.name}
         self._head = head
@@ -182,7 +182,14 @@ class ChatWriter:
     def _delta(self, change: Change) -> dict[str, Any]:
         """What of an answer is new, as a part of its message."""
         if self._tools.forced is None:
-            return {"content": change.text} if change.text else {}
+            delta: dict[str, Any] = {"content": change.text} if change.text else {}
+            if change.reasoning:
+                delta["reasoning_content"] = change.reasoning
+            if change.calls:
+                begun = self._num_calls[change.index]
+                self._num_calls[change.index] += len(change.calls)
+                delta["tool_calls"] = [{"index": begun + at} | call_of(call) for at, call in enumerate(change.calls)]
+            return delta
         only = self._tools.only
         if only is None:
             text = self._texts[change.index] = self._texts.get(change.index, "") + change.text
@@ -202,9 +209,8 @@ class ChatWriter:
         return {"content": chat_logprobs(change, top), "refusal": None}
 
     def _reason(self, change: Change) -> str | None:
-        if self._tools.forced is not None and change.finish_reason == "stop":
-            return "tool_calls"
-        return change.finish_reason
+        calls = self._tools.forced is not None or change.calls or self._num_calls[change.index]
+        return "tool_calls" if calls and change.finish_reason == "stop" else change.finish_reason
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The usage, if it is asked for, and the end."""
@@ -225,12 +231,22 @@ class ChatWriter:
 
     def _choice(self, change: Change) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": change.text, "refusal": None}
+        if change.reasoning:
+            message["reasoning_content"] = change.reasoning
+        if change.calls:
+            message |= {"content": change.text or None, "tool_calls": [call_of(call) for call in change.calls]}
         if self._tools.forced is not None:
             only = self._tools.only
             call = called(change.text, only["function"]["name"] if only is not None else None)
             message |= {"content": None, "tool_calls": [call] if call is not None else []}
         reason = self._reason(change)
         return {"index": change.index, "message": message, "logprobs": self._logprobs(change), "finish_reason": reason}
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """A call of a tool, in OpenAI's form."""
+    arguments = orjson.dumps(call.arguments).decode()
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def called(text: str, name: str | None) -> dict[str, Any] | None:

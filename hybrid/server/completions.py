@@ -11,7 +11,6 @@ import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import SamplingError
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import Change, Changes, completion_logprobs, whole
@@ -20,7 +19,8 @@ from hybrid.server.chat import DONE, openai_error, stream_options, template_fiel
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import openai_messages
-from hybrid.server.sampling import openai_params, structured_of
+from hybrid.server.records import Digests
+from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Server, new_id
 
 
@@ -33,9 +33,8 @@ async def completions(server: Server, call: Call) -> None:
     structured = structured_of(fields)
     params = openai_params(fields, server.defaults, 16, "max_tokens")
     top = fields.integer("logprobs", 0, 100)
-    params = replace(params, logprobs=top, truncate_prompt_tokens=fields.integer("truncate_prompt_tokens", -1))
-    if structured is not None:
-        params = with_structure(params, structured)
+    more = {"logprobs": top, "structured": structured, "truncate_prompt_tokens": fields.take("truncate_prompt_tokens")}
+    params = changed(params, more, fields)
     is_stream, options = fields.boolean("stream"), stream_options(fields)
     best = fields.integer("best_of", 1, 128)
     if best is not None and best != params.n:
@@ -50,18 +49,6 @@ async def completions(server: Server, call: Call) -> None:
     writer = CompletionWriter(server, params, len(prompts), prefix, *options)
     own = server.with_adapter(params, model)
     await server.run(call, prompts, own, writer, is_stream=is_stream, salt=salt)
-
-
-def with_structure(params: SamplingParams, structured: dict[str, Any]) -> SamplingParams:
-    """Parameters with the form that the answer must have.
-
-    Raises:
-        HttpError: it cannot be used.
-    """
-    try:
-        return replace(params, structured=structured)
-    except SamplingError as error:
-        raise HttpError(400, str(error).removeprefix("SamplingParams: "), "response_format", "invalid_value") from None
 
 
 def read_prompts(fields: Fields) -> list[Prompt]:
@@ -107,6 +94,7 @@ class CompletionWriter:
         usage_always: bool,
     ) -> None:
         self.id = new_id("cmpl-")
+        self.parts: Digests | None = None
         self._params = params
         self._prefix = prefix
         self._usage_at_end = usage_at_end

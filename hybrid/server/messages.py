@@ -11,15 +11,26 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import Change, Changes, whole
-from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt
+from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt, what_changed
 from hybrid.server.call import Call
-from hybrid.server.chat import called
+from hybrid.server.chat import call_of, called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
+from hybrid.server.records import Digests
 from hybrid.server.sampling import changed
 from hybrid.server.service import Server, new_id
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
+
+TEXT: dict[str, Any] = {"type": "text", "text": ""}
+THINKING: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""The kind of a delta, and its field, by the kind of its block."""
 
 
 async def messages(server: Server, call: Call) -> None:
@@ -29,8 +40,8 @@ async def messages(server: Server, call: Call) -> None:
     server.check_model(model)
     prompt = read_prompt(fields, server.template)
     params = read_params(fields, server.defaults)
-    if prompt.structured is not None:
-        params = changed(params, {"structured": prompt.structured}, fields)
+    own = prompt.tools.params(prompt.structured) | {"parse_response": server.takes_apart}
+    params = changed(params, own, fields)
     is_stream = fields.boolean("stream")
     asks_why = "diagnostics" in fields
     previous = None
@@ -94,31 +105,33 @@ class MessageWriter:
     def __init__(self, server: Server, params: SamplingParams, prompt: AnthropicPrompt) -> None:
         self.id = new_id("msg_")
         self._server = server
-        self._params = params
         self._tools = prompt.tools
-        self.parts = (prompt.system, prompt.tools, prompt.turns)
-        self._changes = Changes(1)
+        self._changes = Changes(params.n)
         self._diagnostics: dict[str, Any] | None = None
-        self._is_open = False
+        self._open: str | None = None  # kind of the block that is written
+        self._num_blocks = 0
+        self._num_calls = 0
         self._text = ""  # of a call that is read when it ends
+        self._digests = prompt.digests
+        self.parts: Digests | None = self._digests
 
     def diagnose(self, call: Call, previous: str | None) -> None:
         """Say in the response why the cache did not have what another message had."""
         self._diagnostics = {"cache_miss_reason": None}
-        if previous is not None and self._server.records.find(previous, call.tenant) is None:
+        if previous is None:
+            return
+        record = self._server.records.find(previous, call.tenant)
+        if record is None or record.parts is None:
             self._diagnostics = {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        elif (changed := what_changed(record.parts, self._digests)) is not None:
+            missed = {"cache_missed_input_tokens": record.as_json().get("prompt_tokens", 0)}
+            self._diagnostics = {"cache_miss_reason": {"type": changed} | missed}
 
     def _message(
         self, content: list[Any], usage: dict[str, Any], stop: str | None, sequence: str | None = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._server.name,
-            "content": content,
-        }
-        found |= {"stop_reason": stop, "stop_sequence": sequence, "usage": usage}
+        found: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant", "model": self._server.name}
+        found |= {"content": content, "stop_reason": stop, "stop_sequence": sequence, "usage": usage}
         return found | ({"diagnostics": self._diagnostics} if self._diagnostics is not None else {})
 
     # A stream
@@ -127,8 +140,7 @@ class MessageWriter:
         """The message, without content; its usage is what is expected before it is computed."""
         accepted = streams[0].accepted
         assert accepted is not None
-        cached = accepted.predicted.usable_hit
-        usage = _usage(accepted.prompt_tokens, cached, 0)
+        usage = _usage(accepted.prompt_tokens, accepted.predicted.usable_hit, 0, 0)
         return _event("message_start", message=self._message([], usage, None))
 
     def piece(self, at: int, output: RequestOutput) -> bytes:
@@ -136,40 +148,53 @@ class MessageWriter:
         return b"".join(self._piece(change) for change in self._changes.of(output))
 
     def _piece(self, change: Change) -> bytes:
-        forced, only = self._tools.forced is not None, self._tools.only
-        if forced and only is None:
-            self._text += change.text
-            return b""
-        events = b""
-        if not self._is_open:
-            self._is_open = True
-            events += _event("content_block_start", index=0, content_block=self._block(only if forced else None))
+        if self._tools.forced is not None:
+            only = self._tools.only
+            if only is None:
+                self._text += change.text
+                return b""
+            block = {"type": "tool_use", "id": "", "name": only["function"]["name"], "input": {}}
+            return self._write(block, change.text)
+        events = self._write(THINKING, change.reasoning) if change.reasoning else b""
         if change.text:
-            events += _event("content_block_delta", index=0, delta=_delta(change.text, forced))
+            events += self._write(TEXT, change.text)
+        for call in change.calls:
+            events += self._close() + self._write(_tool_use(call_of(call)), orjson.dumps(call.arguments).decode())
+        self._num_calls += len(change.calls)
         return events
 
-    def _block(self, tool: dict[str, Any] | None) -> dict[str, Any]:
-        if tool is None:
-            return {"type": "text", "text": ""}
-        return {"type": "tool_use", "id": new_id("toolu_"), "name": tool["function"]["name"], "input": {}}
+    def _write(self, block: dict[str, Any], text: str) -> bytes:
+        """Write a text into a block of a kind, which is begun if another one is open."""
+        events, kind = b"", block["type"]
+        if self._open != kind:
+            events = self._close()
+            self._open = kind
+            begun = block | ({"id": new_id("toolu_"), "input": {}} if kind == "tool_use" else {})
+            events += _event("content_block_start", index=self._num_blocks, content_block=begun)
+        if text:
+            name, field = DELTAS[kind]
+            events += _event("content_block_delta", index=self._num_blocks, delta={"type": name, field: text})
+        return events
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open, index = None, self._num_blocks
+        self._num_blocks += 1
+        return _event("content_block_stop", index=index)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The end of the content, why it ended, and the usage as it was."""
-        output = outputs[0]
-        events = b""
+        output, events = outputs[0], b""
         if self._text and (call := called(self._text, None)) is not None:
-            block = _tool_use(call)
-            given = orjson.dumps(block["input"]).decode()
-            events += _event("content_block_start", index=0, content_block=block | {"input": {}})
-            events += _event("content_block_delta", index=0, delta=_delta(given, True))
-            self._is_open = True
-        if self._is_open:
-            events += _event("content_block_stop", index=0)
-        stop, sequence = self._stop(output)
+            events = self._write(_tool_use(call), call["function"]["arguments"])
+        elif self._open is None and not self._num_blocks and self._tools.forced is None:
+            events = self._write(TEXT, "")
+        events += self._close()
+        stop, sequence = self._stop(output, self._num_calls)
+        usage = _usage_of(output)
         delta = {"stop_reason": stop, "stop_sequence": sequence}
-        usage = output.usage
-        counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return events + _event("message_delta", delta=delta, usage=counts) + _event("message_stop")
+        return events + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
     def failed(self, failure: HttpError) -> bytes:
         """The error."""
@@ -181,19 +206,20 @@ class MessageWriter:
         """The message."""
         output = outputs[0]
         (change,) = whole(output)
-        content: list[Any] = [{"type": "text", "text": change.text}]
+        content: list[Any] = [THINKING | {"thinking": change.reasoning}] if change.reasoning else []
         if self._tools.forced is not None:
             only = self._tools.only
             call = called(change.text, only["function"]["name"] if only is not None else None)
-            content = [_tool_use(call)] if call is not None else []
-        usage = output.usage
-        counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return self._message(content, counts, *self._stop(output))
+            content += [_tool_use(call)] if call is not None else []
+        else:
+            content += [TEXT | {"text": change.text}] if change.text or not change.calls else []
+            content += [_tool_use(call_of(call)) for call in change.calls]
+        return self._message(content, _usage_of(output), *self._stop(output, len(change.calls)))
 
-    def _stop(self, output: RequestOutput) -> tuple[str, str | None]:
+    def _stop(self, output: RequestOutput, num_calls: int) -> tuple[str, str | None]:
         """Return why it ended, and the stop text that ended it."""
         reason = output.finish_reason or ""
-        if self._tools.forced is not None and reason == "stop":
+        if reason == "stop" and (num_calls or self._tools.forced is not None):
             return "tool_use", None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
@@ -209,15 +235,16 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": new_id("toolu_"), "name": function["name"], "input": given}
 
 
-def _delta(text: str, is_json: bool) -> dict[str, str]:
-    return {"type": "input_json_delta", "partial_json": text} if is_json else {"type": "text_delta", "text": text}
+def _usage_of(output: RequestOutput) -> dict[str, Any]:
+    usage = output.usage
+    return _usage(usage.prompt_tokens, usage.cached_tokens, usage.written_tokens, usage.completion_tokens)
 
 
-def _usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
-    """The usage in Anthropic's form, in which tokens that were read from the cache are not input."""
+def _usage(prompt: int, cached: int, written: int, answer: int) -> dict[str, Any]:
+    """The usage in Anthropic's form, in which tokens that were read from the cache, or written to it, are not input."""
     return {
-        "input_tokens": prompt - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": prompt - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": answer,
     }

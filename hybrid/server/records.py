@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid.engine.output import RequestOutput
 from hybrid.server.tenants import Caller
+
+Digests = tuple[bytes, bytes, tuple[bytes, ...]]
+"""Of a system prompt, of tools, and of each message."""
 
 MAX_ENDED = 1000
 """Ended requests that are remembered."""
@@ -26,6 +29,7 @@ class RequestRecord:
         began: seconds since the epoch.
         output: its latest; None: it has none, or it ended.
         shown: its numbers when it ended.
+        parts: digests of the parts of its prompt, to say what another one changed; None: its API does not ask.
     """
 
     id: str
@@ -35,6 +39,7 @@ class RequestRecord:
     clock: float = field(default_factory=time.perf_counter)
     output: RequestOutput | None = None
     shown: dict[str, Any] | None = None
+    parts: Digests | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Its numbers, and why its hit was what it was."""
@@ -56,6 +61,7 @@ class RequestRecord:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "page_tokens": usage.page_tokens,
+            "written_tokens": usage.written_tokens,
             "completion_tokens": usage.completion_tokens,
             "explain": str(output.explain),
             "time_to_first_token": output.time_to_first_token,
@@ -75,7 +81,6 @@ class Records:
         self._ended: OrderedDict[str, RequestRecord] = OrderedDict()
         self._under_way: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.durations: deque[float] = deque(maxlen=MAX_ENDED)
 
     def __len__(self) -> int:
         return len(self._live)

@@ -18,7 +18,7 @@ from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of, full
-from hybrid.server.records import Records, RequestRecord
+from hybrid.server.records import Digests, Records, RequestRecord
 from hybrid.server.tenants import Tenants
 from hybrid.units import byte_count
 
@@ -54,9 +54,11 @@ class Writer(Protocol):
 
     Attributes:
         id: of the response.
+        parts: digests of the parts of the prompt; None: the API says nothing of what changed between prompts.
     """
 
     id: str
+    parts: Digests | None
 
     def begin(self, streams: Sequence[OutputStream]) -> bytes:
         """The events before any token."""
@@ -120,6 +122,13 @@ class Server:
         """The source of the model's chat template; empty: it has none."""
         found = getattr(self.tokenizer, "chat_template", None) or ""
         return "".join(found.values()) if isinstance(found, dict) else found
+
+    @property
+    def takes_apart(self) -> bool:
+        """Tell whether answers have parts: reasoning, or calls of tools."""
+        marks = ("<think>", "tool_call", "reasoning_content")
+        has_own = getattr(self.tokenizer, "response_schema", None) is not None
+        return has_own or any(mark in self.template for mark in marks)
 
     def with_adapter(self, params: SamplingParams, name: str | None) -> SamplingParams:
         """Parameters for a request that names an adapter as its model."""
@@ -191,6 +200,7 @@ class Server:
             RequestRecord(f"{writer.id}-{at}" if at else writer.id, tenant, call.path) for at in range(len(prompts))
         ]
         for record in records:
+            record.parts = writer.parts
             self.records.add(record)
         reading = CallReader(records)
         leaving = asyncio.create_task(reading.watch(call))

@@ -20,17 +20,37 @@ class Tools:
         functions: their descriptions, as chat templates take them.
         choice: "auto", "none", "required", or "named": `name` must be called.
         name: of the one that must be called.
+        is_written: the model's chat template writes tools and calls.
     """
 
     functions: tuple[dict[str, Any], ...] = ()
     choice: str = "none"
     name: str | None = None
+    is_written: bool = False
+
+    def params(self, structured: dict[str, Any] | None) -> dict[str, Any]:
+        """The parameters that make an answer call what it must.
+
+        Args:
+            structured: the form that the answer must have otherwise; None: any.
+
+        Raises:
+            HttpError: the answer must have a form and be a call.
+        """
+        if self.choice in ("required", "named") and structured is not None:
+            raise HttpError(400, "an answer that must call a tool has no other form", "tool_choice", "invalid_value")
+        if self.forced is not None:
+            return {"structured": {"json_schema": self.forced}}
+        if not self.is_written:
+            return {"structured": structured}
+        choice = self.name if self.choice == "named" else self.choice
+        return {"structured": structured, "tools": self.functions, "tool_choice": choice if self.functions else "auto"}
 
     @property
     def forced(self) -> dict[str, Any] | None:
-        """The schema of a call that must be made: of the arguments of the one tool that it can be, or of the name and
-        the arguments where there are several. None: none must."""
-        if self.choice not in ("required", "named"):
+        """The schema of a call that must be made by a model whose template knows no tools: of the arguments of the one
+        that it can be, or of the name and the arguments where there are several. None: none must."""
+        if self.is_written or self.choice not in ("required", "named"):
             return None
         if (only := self.only) is not None:
             return parameters_of(only)
@@ -79,7 +99,7 @@ def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None
             "or send 'required'"
         )
         raise HttpError(400, text, "tools", "unsupported_parameter")
-    return Tools(tuple(functions), choice, name)
+    return Tools(tuple(functions), choice, name, "tools" in template)
 
 
 def openai_tools(fields: Fields, template: str) -> Tools:

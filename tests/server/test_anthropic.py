@@ -59,12 +59,29 @@ def test_the_stop_sequence_that_ended_it_is_named(post: Poster) -> None:
 
 def test_the_usage_adds_up_and_has_the_hit(post: Poster) -> None:
     total = post("/v1/messages/count_tokens", messages=ASKED, system=SYSTEM).json()["input_tokens"]
-    hits = []
+    read, written = [], []
     for _ in range(2):
         usage = message(post, system=SYSTEM).json()["usage"]
-        hits.append(usage["cache_read_input_tokens"])
+        read.append(usage["cache_read_input_tokens"])
+        written.append(usage["cache_creation_input_tokens"])
         assert sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_")) == total
-    assert hits[1] >= 96 > hits[0]
+    assert read[1] >= 96 > read[0] and read[1] == read[0] + written[0] and written[1] == 0
+
+
+def test_what_changed_since_another_message_is_named(post: Poster) -> None:
+    def reason(previous: str | None, **body: Any) -> tuple[str, Any]:
+        made = message(post, **{"system": SYSTEM} | body, diagnostics={"previous_message_id": previous}).json()
+        found = made["diagnostics"]["cache_miss_reason"]
+        return made["id"], found and found["type"]
+
+    first, found = reason(None)
+    assert found is None
+    again = [*ASKED, {"role": "assistant", "content": "x"}, *ASKED]
+    assert reason(first, messages=again)[1] is None
+    assert reason(first, system="Another.")[1] == "system_changed"
+    assert reason(first, messages=[{"role": "user", "content": "Another."}])[1] == "messages_changed"
+    assert reason(first, tools=[WEATHER], tool_choice={"type": "none"})[1] == "tools_changed"
+    assert reason("msg_never")[1] == "previous_message_not_found"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -35,6 +35,10 @@ class Poster:
     def __call__(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.address + path, json={"model": "tiny"} | body, headers=self.headers, timeout=60)
 
+    def raw(self, path: str, body: Any) -> httpx.Response:
+        """Post any JSON, lone surrogates included."""
+        return httpx.post(self.address + path, content=json.dumps(body).encode(), headers=self.headers, timeout=60)
+
     def chat(self, **body: Any) -> httpx.Response:
         """A chat completion."""
         return self("/v1/chat/completions", **{"messages": ASKED, "max_tokens": 8} | body)

@@ -1,0 +1,370 @@
+"""OpenAI's responses. Nothing is kept on the server: a conversation is sent as its items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from hybrid.checks import shown
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.prompts.encode import Message
+from hybrid.serve.async_engine import OutputStream
+from hybrid.server.answers import Change, Changes, whole
+from hybrid.server.call import Call
+from hybrid.server.chat import called
+from hybrid.server.errors import HttpError
+from hybrid.server.fields import Fields
+from hybrid.server.openai_messages import ROLES, image_of
+from hybrid.server.records import Digests
+from hybrid.server.sampling import changed, openai_params, schema_of
+from hybrid.server.service import Server, new_id
+from hybrid.server.tools import Tools, checked_tools, read_function
+
+TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+"""Names of the events of an item's text, by its kind."""
+
+
+async def responses(server: Server, call: Call) -> None:
+    """Answer `POST /v1/responses`."""
+    fields = Fields(await server.body(call))
+    model = fields.text("model")
+    server.check_model(model)
+    template = server.template
+    instructions = fields.text("instructions")
+    messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    messages += read_input(fields)
+    tools = read_tools(fields, template)
+    prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True}
+    if tools.functions and tools.is_written:
+        prompt["tools"] = [*tools.functions]
+    own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
+    params = openai_params(fields, server.defaults, server.max_tokens, "max_output_tokens")
+    params = changed(params, own, fields)
+    is_stream = fields.boolean("stream")
+    if (options := fields.nested("stream_options")) is not None:
+        options.ignore("include_obfuscation")
+        options.close()
+    if (reasoning := fields.nested("reasoning")) is not None:
+        reasoning.only("effort", "none")
+        reasoning.ignore("summary")
+        reasoning.close()
+    salt = fields.text("cache_salt") or ""
+    fields.only("background", False)
+    fields.only("truncation", "disabled")
+    fields.only("include", [])
+    fields.only("top_logprobs", 0)
+    fields.never(
+        previous_response_id="nothing is kept here; send the conversation as its items",
+        conversation="nothing is kept here; send the conversation as its items",
+        prompt="prompts are not kept here; send input",
+        max_tool_calls="this server calls no tools itself",
+        context_management="send the items that are to be used",
+        moderation="this server has none",
+    )
+    fields.close()
+    writer = ResponseWriter(server, params, tools, instructions)
+    await server.run(call, [prompt], server.with_adapter(params, model), writer, is_stream=is_stream, salt=salt)
+
+
+def read_input(fields: Fields) -> list[Message]:
+    """The messages of a body's items.
+
+    Raises:
+        HttpError: one cannot be used.
+    """
+    given = fields.take("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise fields.refuse("input", "a text or a list of at least one item", given)
+    found: list[Message] = []
+    for number, value in enumerate(given):
+        item = Fields(value, f"{fields.path('input')}[{number}]")
+        kind = item.text("type") or "message"
+        item.ignore("id", "status", "phase")
+        if kind == "message":
+            found.append(_message(item))
+        elif kind == "function_call":
+            call = _function_call(item)
+            if found and found[-1]["role"] == "assistant" and found[-1].get("tool_calls"):
+                found[-1]["tool_calls"].append(call)
+            else:
+                found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.take("output")
+            if not isinstance(output, str):
+                raise item.refuse("output", "a text", output)
+            found.append({"role": "tool", "content": output, "tool_call_id": item.text("call_id") or ""})
+        else:
+            raise item.refuse("type", "'message', 'function_call' or 'function_call_output'", kind)
+        item.close()
+    return found
+
+
+def _message(item: Fields) -> Message:
+    role = item.one_of("role", ROLES[:-1], "")
+    if not role:
+        raise item.refuse("role", " or ".join(map(repr, ROLES[:-1])), None)
+    content, where = item.take("content"), item.path("content")
+    role = "system" if role == "developer" else role
+    if isinstance(content, str):
+        return {"role": role, "content": content}
+    if not isinstance(content, list) or not content:
+        raise HttpError(400, f"{where} must be a text or a list of parts; got {shown(content)}", where, "invalid_type")
+    parts = []
+    for number, value in enumerate(content):
+        part = Fields(value, f"{where}[{number}]")
+        kind = part.text("type")
+        if kind in ("input_text", "output_text"):
+            text = part.text("text")
+            if text is None:
+                raise part.refuse("text", "a text", None)
+            part.ignore("annotations", "logprobs")
+            parts.append({"type": "text", "text": text})
+        elif kind == "input_image":
+            part.ignore("detail")
+            parts.append({"type": "image", "image": image_of(part.take("image_url"), part.path("image_url"))})
+        else:
+            raise part.refuse("type", "'input_text', 'output_text' or 'input_image'", kind)
+        part.close()
+    return {"role": role, "content": parts}
+
+
+def _function_call(item: Fields) -> dict[str, Any]:
+    name, arguments = item.text("name"), item.text("arguments")
+    if not name or arguments is None:
+        raise item.refuse("name", "a text, with arguments", name)
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    call["id"] = item.text("call_id") or ""
+    return call
+
+
+def read_tools(fields: Fields, template: str) -> Tools:
+    """Read the tools of a body.
+
+    Raises:
+        HttpError: they cannot be used.
+    """
+    functions = []
+    for number, value in enumerate(fields.array("tools") or ()):
+        tool = Fields(value, f"{fields.path('tools')}[{number}]")
+        if tool.one_of("type", ("function",), "") != "function":
+            raise tool.refuse("type", "'function'", None)
+        functions.append({"type": "function", "function": read_function(tool)})
+    given, name = fields.take("tool_choice"), None
+    if isinstance(given, dict):
+        wanted = Fields(given, fields.path("tool_choice"))
+        wanted.one_of("type", ("function",), "function")
+        name, choice = wanted.text("name"), "named"
+        wanted.close()
+    elif given in (None, "auto", "none", "required"):
+        choice = given or ("auto" if functions else "none")
+    else:
+        raise fields.refuse("tool_choice", "'auto', 'none', 'required' or a function", given)
+    fields.boolean("parallel_tool_calls")
+    return checked_tools(functions, choice, name, template)
+
+
+def read_text_format(fields: Fields) -> dict[str, Any] | None:
+    """The form that an answer must have; None: any.
+
+    Raises:
+        HttpError: it cannot be used.
+    """
+    text = fields.nested("text")
+    if text is None:
+        return None
+    text.only("verbosity", "medium")
+    form = text.nested("format")
+    text.close()
+    if form is None:
+        return None
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "json_schema":
+        return schema_of(form)
+    form.close()
+    return {"json_object": True} if kind == "json_object" else None
+
+
+class ResponseWriter:
+    """Writes responses.
+
+    Args:
+        server: that answers.
+        params: of the request.
+        tools: of the request.
+        instructions: of the request.
+    """
+
+    def __init__(self, server: Server, params: SamplingParams, tools: Tools, instructions: str | None) -> None:
+        self.id = new_id("resp_")
+        self.parts: Digests | None = None
+        self._tools = tools
+        self._changes = Changes(1)
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._item: dict[str, Any] | None = None  # that is written
+        self._text = ""
+        choice = tools.choice if tools.choice != "named" else {"type": "function", "name": tools.name}
+        self._head = {
+            "id": self.id,
+            "object": "response",
+            "created_at": time.time(),
+            "model": server.name,
+            "instructions": instructions,
+            "max_output_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "tools": [{"type": "function", "strict": True} | one["function"] for one in tools.functions],
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+            "error": None,
+            "incomplete_details": None,
+            "metadata": {},
+        }
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number} | more
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+    def _response(self, status: str, items: list[Any], output: RequestOutput | None = None) -> dict[str, Any]:
+        found = self._head | {"status": status, "output": items}
+        if output is not None:
+            found["usage"] = _usage(output)
+            if status == "incomplete":
+                found["incomplete_details"] = {"reason": "max_output_tokens"}
+        return found
+
+    # A stream
+
+    def begin(self, streams: Sequence[OutputStream]) -> bytes:
+        """The response, without output."""
+        created = self._event("response.created", response=self._response("in_progress", []))
+        return created + self._event("response.in_progress", response=self._response("in_progress", []))
+
+    def piece(self, at: int, output: RequestOutput) -> bytes:
+        """What is new."""
+        return b"".join(self._piece(change) for change in self._changes.of(output))
+
+    def _piece(self, change: Change) -> bytes:
+        if self._tools.forced is not None:
+            only = self._tools.only
+            if only is None:
+                self._text += change.text
+                return b""
+            return self._write("function_call", change.text, only["function"]["name"])
+        events = self._write("reasoning", change.reasoning) if change.reasoning else b""
+        if change.text:
+            events += self._write("message", change.text)
+        for call in change.calls:
+            events += self._close("completed")
+            events += self._write("function_call", orjson.dumps(call.arguments).decode(), call.name)
+        return events
+
+    def _write(self, kind: str, text: str, name: str = "") -> bytes:
+        """Write a text into an item of a kind, which is begun if another one is open."""
+        events = b""
+        if self._item is None or self._item["type"] != kind:
+            events = self._close("completed")
+            self._item, self._text = _item(kind, None, "in_progress", name), ""
+            events += self._event("response.output_item.added", output_index=len(self._items), item=self._item)
+            if kind == "message":
+                events += self._item_event("response.content_part.added", content_index=0, part=_part(""))
+        self._text += text
+        if not text:
+            return events
+        more = {"delta": text} if kind == "function_call" else {"delta": text, "content_index": 0}
+        return events + self._item_event(
+            f"response.{TEXTS[kind]}.delta", **more, **({"logprobs": []} if kind == "message" else {})
+        )
+
+    def _close(self, status: str) -> bytes:
+        if self._item is None:
+            return b""
+        kind, text = self._item["type"], self._text
+        ids = {name: self._item[name] for name in ("id", "call_id") if name in self._item}
+        self._item = _item(kind, text, status, self._item.get("name", "")) | ids
+        if kind == "function_call":
+            events = self._item_event("response.function_call_arguments.done", arguments=text, name=self._item["name"])
+        else:
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            events = self._item_event(f"response.{TEXTS[kind]}.done", content_index=0, text=text, **more)
+        if kind == "message":
+            events += self._item_event("response.content_part.done", content_index=0, part=_part(text))
+        events += self._event("response.output_item.done", output_index=len(self._items), item=self._item)
+        self._items.append(self._item)
+        self._item = None
+        return events
+
+    def _item_event(self, kind: str, **more: Any) -> bytes:
+        assert self._item is not None
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._items), **more)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The end of the output, and the response."""
+        output = outputs[0]
+        status = "incomplete" if output.finish_reason == "length" else "completed"
+        events = b""
+        if self._tools.forced is not None and self._tools.only is None:
+            if (call := called(self._text, None)) is not None:
+                events = self._write("function_call", call["function"]["arguments"], call["function"]["name"])
+        elif self._item is None and not self._items:
+            events = self._write("message", "")
+        events += self._close(status)
+        return events + self._event(f"response.{status}", response=self._response(status, self._items, output))
+
+    def failed(self, failure: HttpError) -> bytes:
+        """The error."""
+        return self._event("error", code=failure.code, message=failure.message, param=failure.param)
+
+    # A whole response
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response."""
+        output = outputs[0]
+        (change,) = whole(output)
+        status = "incomplete" if output.finish_reason == "length" else "completed"
+        items = [_item("reasoning", change.reasoning, "completed")] if change.reasoning else []
+        if self._tools.forced is not None:
+            only = self._tools.only
+            call = called(change.text, only["function"]["name"] if only is not None else None)
+            if call is not None:
+                items.append(_item("function_call", call["function"]["arguments"], status, call["function"]["name"]))
+            return self._response(status, items, output)
+        if change.text or not change.calls:
+            items.append(_item("message", change.text, status))
+        for made in change.calls:
+            items.append(_item("function_call", orjson.dumps(made.arguments).decode(), status, made.name))
+        return self._response(status, items, output)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _item(kind: str, text: str | None, status: str, name: str = "") -> dict[str, Any]:
+    """An item of the output; None: it has no text yet."""
+    if kind == "function_call":
+        ids = {"id": new_id("fc_"), "call_id": new_id("call_")}
+        return ids | {"type": kind, "name": name, "arguments": text or "", "status": status}
+    if kind == "reasoning":
+        content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+        return {"id": new_id("rs_"), "type": kind, "summary": [], "content": content, "status": status}
+    content = [] if text is None else [_part(text)]
+    return {"id": new_id("msg_"), "type": kind, "role": "assistant", "status": status, "content": content}
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    usage = output.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
