@@ -33,11 +33,12 @@ from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
+from hybrid.cache import placement
 from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
-from hybrid.doctor.own import serve
 from hybrid.key import Key
 from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
 from hybrid.tiers.host import COPY
+from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
 
 GEOMETRIES = {
@@ -82,6 +83,46 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 sys.exit(f"{path}, line {number}: not a request with input_tokens and output_tokens ({error!r})")
     return requests
+
+
+def serve(cache: HybridCache, key: Key, num_input: int, num_whole: int | None = None) -> tuple[int, int]:
+    """Serve one request from its prompt to its last token, as the engine does.
+
+    Args:
+        key: of its prompt and its answer.
+        num_input: tokens of the prompt.
+        num_whole: tokens of the key that are whole; None: all.
+
+    Returns:
+        Its usable hit and its page hit, 0 when it could not have its memory.
+    """
+    grid, names, length = cache.config.grid, cache.config.placement, len(key)
+    lease = cache.open(key, num_input - 1, num_input)
+    if lease is None:
+        return 0, 0
+    hit, pages = lease.num_hit_tokens, lease.explanation.page_hit
+    wanted = placement.of_prompt(
+        names, num_input, grid, branching_len=lease.branching_len, shared=(), declared=(), is_replay=False
+    )
+    for position, kind in wanted.items():
+        if position > hit:
+            cache.capture(lease, position, kind)
+    if "geometric" in names:
+        for position in placement.spare(hit, num_input, grid, cache.memory.free_state_share):
+            if position not in wanted and cache.capture_spare(lease, position) is None:
+                break
+    cache.advance(lease, num_input)
+    cache.commit(lease, key, num_input // grid * grid)
+    if cache.reserve(lease, length):
+        whole = (length if num_whole is None else num_whole) // grid * grid
+        if "turn_end" in names and whole > num_input:
+            cache.capture(lease, whole, Kind.TURN_END)
+        cache.advance(lease, length)
+        cache.commit(lease, key, whole)
+        if "turn_end" in names:
+            cache.end_turn(lease, length)
+    cache.close(lease)
+    return hit, pages
 
 
 class NoContents:
