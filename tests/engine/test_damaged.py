@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import Engine, RequestOutput, SamplingParams
+from hybrid import AuditError, Engine, RequestOutput, SamplingParams
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
@@ -143,6 +143,26 @@ def test_a_hit_that_gives_nan_is_computed_cold_once(
     again = answer(engine, PROMPT, PARAMS)
     assert same(again, expected) and again.usage.cached_tokens == 6 * GRID, "and its own are shared"
     assert_nothing_held(engine)
+
+
+def test_an_infinite_key_without_weight_is_not_seen_on_the_device_and_does_not_leave_it(tiny: Engine) -> None:
+    """Its scores may be minus infinity: then the pass is finite, as with another number that changed in memory."""
+    engine, expected = small(tiny, verify_contents=True), cold(tiny, PROMPT, PARAMS)
+    for value in (torch.inf, -torch.inf):  # one gives minus infinity, the other NaN
+        answer(engine, PROMPT, PARAMS)
+        spoil_page(engine, value=value)
+        found = answer(engine, PROMPT, PARAMS)
+        if found.usage.cached_tokens:
+            break
+    assert found.error is None and not same(found, expected) and found.usage.cached_tokens == 6 * GRID
+    with pytest.raises(AuditError, match="was changed"):
+        engine.cache.audit(contents=True)
+    other = small(tiny)
+    assert "it holds NaN or infinity" in str(other.load(engine.dump([PROMPT])))
+    evict(engine)
+    for one in (other, engine):
+        assert same(answer(one, PROMPT, PARAMS), expected)
+    assert engine.cache.stats().damaged_copies >= 1
 
 
 @pytest.mark.parametrize("spoil", [spoil_page, spoil_state])

@@ -70,6 +70,17 @@ def test_the_highest_priority_of_one_client_leaves_the_hits_of_another_namespace
     assert hit_rate(make(), lambda: 100) >= 0.99
 
 
+@pytest.mark.parametrize(
+    ("policy", "hits"), [("lfu", 1.0), ("filo", 1.0), ("lru", 0.49), ("flop_aware", 0.49), ("fifo", 0.41), ("mru", 0.0)]
+)
+def test_priorities_of_another_change_nothing_and_what_is_left_follows_from_the_policy(
+    policy: str, hits: float
+) -> None:
+    """The table of docs/eviction.md."""
+    without, with_them = (hit_rate(make(policy), lambda: priority) for priority in (0, 100))  # noqa: B023
+    assert without == with_them == pytest.approx(hits, abs=0.01)
+
+
 def test_one_high_priority_among_low_ones_does_not_either() -> None:
     random = Random(1)
     assert hit_rate(make(), lambda: random.choice((0, 0, 0, 100))) >= 0.99
