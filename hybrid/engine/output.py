@@ -199,6 +199,10 @@ class RequestOutput:
         """The same output for a reader whose last one was `previous`, of the same request: with the deltas after it.
         None: the reader had none."""
         num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
+        has_all = len(self.delta_token_ids) == len(self.token_ids) - num_tokens
+        has_all = has_all and len(self.delta) == len(self.text) - num_characters
+        if has_all and not self.completions and self.parsed is None:  # the reader missed none, as with most tokens
+            return self
         former = previous.completions if previous is not None else (None,) * len(self.completions)
         completions = tuple(own.since(before) for own, before in zip(self.completions, former, strict=True))
         return replace(

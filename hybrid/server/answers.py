@@ -52,6 +52,9 @@ class Changes:
 
     def of(self, output: RequestOutput) -> list[Change]:
         """Return the changes since the output before."""
+        if not output.completions and output.logprobs is None and output.parsed is None:  # as most are, for every token
+            is_new = output.delta or output.finish_reason is not None
+            return [Change(0, output.delta, output.delta_token_ids, None, output.finish_reason)] if is_new else []
         found = []
         for answer in output.outputs:
             index, new = answer.index, answer.delta_token_ids

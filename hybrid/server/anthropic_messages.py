@@ -28,6 +28,7 @@ class AnthropicPrompt:
         options: of the chat template.
         structured: the form of the answer; None: any.
         system, turns: as they were sent, to find what has changed since another request.
+        tools_ttl: of a breakpoint among the tools, which stands at the end of the first message; None: there is none.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -36,6 +37,7 @@ class AnthropicPrompt:
     structured: dict[str, Any] | None = None
     system: Any = None
     turns: list[Any] = field(default_factory=list)
+    tools_ttl: str | None = None
 
     @property
     def digests(self) -> Digests:
@@ -77,7 +79,7 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
         found.messages += _messages(Fields(value, f"{fields.path('messages')}[{number}]"), template)
     if found.messages[-1]["role"] == "assistant":
         found.options["continue_final_message"] = True
-    found.tools = _tools(fields, template)
+    found.tools, found.tools_ttl = _tools(fields, template)
     if found.tools.functions and found.tools.is_written:
         found.options["tools"] = [*found.tools.functions]
     _read_thinking(fields, template, found)
@@ -93,7 +95,9 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
                 raise form.refuse("schema", "a JSON schema", None)
             form.close()
             found.structured = {"json_schema": schema}
-    cache_control(fields)
+    for message, ttl in ((found.messages[0], found.tools_ttl), (found.messages[-1], cache_control(fields))):
+        if ttl is not None:
+            message["cache_control"] = {"ttl": ttl}
     return found
 
 
@@ -147,8 +151,8 @@ def _text(block: Fields) -> dict[str, Any]:
     if text is None:
         raise block.refuse("text", "a text", None)
     block.ignore("citations")
-    cache_control(block)
-    return {"type": "text", "text": text}
+    ttl = cache_control(block)
+    return {"type": "text", "text": text} | ({"cache_control": {"ttl": ttl}} if ttl is not None else {})
 
 
 def _messages(fields: Fields, template: str) -> list[Message]:
@@ -166,9 +170,12 @@ def _messages(fields: Fields, template: str) -> list[Message]:
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thought: list[str] = []
+    ttl: str | None = None  # of a breakpoint that is not at a text: it stands at the end of the message
     for number, item in enumerate(content):
         block = Fields(item, f"{where}[{number}]")
         kind = block.text("type")
+        if kind != "text" and (own := cache_control(block)) is not None:
+            ttl = own
         if kind == "text":
             parts.append(_text(block))
         elif kind == "image" and role == "user":
@@ -185,7 +192,10 @@ def _messages(fields: Fields, template: str) -> list[Message]:
             raise block.refuse("type", kinds, kind)
         block.close()
     if role != "assistant":
-        return results + ([{"role": role, "content": parts}] if parts else [])
+        made = results + ([{"role": role, "content": parts}] if parts else [])
+        if ttl is not None:
+            made[-1]["cache_control"] = {"ttl": ttl}
+        return made
     message: Message = {"role": role, "content": parts or None}
     if not parts and not calls:
         message["content"] = ""
@@ -196,12 +206,13 @@ def _messages(fields: Fields, template: str) -> list[Message]:
             text = f"{where}: this model's chat template does not read thinking; leave its blocks out"
             raise HttpError(400, text, where, "unsupported_parameter")
         message["reasoning_content"] = "".join(thought)
+    if ttl is not None:
+        message["cache_control"] = {"ttl": ttl}
     return [message]
 
 
 def _image(block: Fields) -> dict[str, Any]:
     source = block.nested("source")
-    cache_control(block)
     if source is None:
         raise block.refuse("source", "{'type': 'base64', 'media_type': ..., 'data': ...}", None)
     kind, data = source.text("type"), source.text("data")
@@ -224,7 +235,6 @@ def _tool_use(block: Fields) -> dict[str, Any]:
     if (call_id := block.text("id")) is not None:
         call["id"] = call_id
     block.ignore("caller")
-    cache_control(block)
     return call
 
 
@@ -232,7 +242,6 @@ def _tool_result(block: Fields) -> Message:
     call = block.text("tool_use_id")
     content = block.take("content")
     failed = block.boolean("is_error")
-    cache_control(block)
     if isinstance(content, list):
         texts = []
         for number, item in enumerate(content):
@@ -249,8 +258,9 @@ def _tool_result(block: Fields) -> Message:
     return message | ({"tool_call_id": call} if call is not None else {})
 
 
-def _tools(fields: Fields, template: str) -> Tools:
+def _tools(fields: Fields, template: str) -> tuple[Tools, str | None]:
     functions = []
+    ttl: str | None = None
     for number, value in enumerate(fields.array("tools") or ()):
         tool = Fields(value, f"{fields.path('tools')}[{number}]")
         tool.one_of("type", ("custom",), "custom")
@@ -262,7 +272,7 @@ def _tools(fields: Fields, template: str) -> Tools:
             function["description"] = description
         function["parameters"] = tool.dictionary("input_schema") or NOTHING
         tool.boolean("strict")
-        cache_control(tool)
+        ttl = cache_control(tool) or ttl
         tool.close()
         functions.append({"type": "function", "function": function})
     wanted = fields.nested("tool_choice")
@@ -272,4 +282,4 @@ def _tools(fields: Fields, template: str) -> Tools:
         name = wanted.text("name") if kind == "tool" else None
         wanted.boolean("disable_parallel_tool_use")
         wanted.close()
-    return checked_tools(functions, {"any": "required", "tool": "named"}.get(kind, kind), name, template)
+    return checked_tools(functions, {"any": "required", "tool": "named"}.get(kind, kind), name, template), ttl

@@ -173,7 +173,10 @@ class ChatWriter:
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None, usage: dict[str, Any] | None
     ) -> bytes:
-        middle = b',"delta":' + orjson.dumps(delta) + b',"logprobs":' + orjson.dumps(logprobs)
+        middle = b',"delta":' + orjson.dumps(delta)
+        if logprobs is None and reason is None and usage is None:  # as most are, for every token
+            return self._start + b"%d" % index + middle + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        middle += b',"logprobs":' + orjson.dumps(logprobs)
         end = b',"finish_reason":' + orjson.dumps(reason) + b"}]"
         if usage is not None:
             end += b',"usage":' + orjson.dumps(usage)

@@ -94,6 +94,10 @@ def _part(fields: Fields) -> dict[str, Any]:
         image.close()
     else:
         raise fields.refuse("type", "'text' or 'image_url': this server takes texts and images", kind or None)
+    if (point := fields.nested("prompt_cache_breakpoint")) is not None:
+        found["prompt_cache_breakpoint"] = {"ttl": point.one_of("ttl", ("5m", "30m", "1h", "12h", "24h"), "30m")}
+        point.ignore("mode", "type")
+        point.close()
     fields.close()
     return found
 

@@ -90,7 +90,7 @@ def pin_seconds(fields: Fields) -> float | None:
     if options is None:
         return retention
     ttl = options.one_of("ttl", tuple(TTL), "")
-    options.only("mode", "implicit")
+    options.one_of("mode", ("implicit", "explicit"), "implicit")  # what is worth it is kept in any case
     options.close()
     return TTL[ttl] if ttl else retention
 
