@@ -27,6 +27,7 @@ SECTIONS = {
             "TextStream",
             "OutputStream",
             "Conversation",
+            "Score",
             "Accepted",
             "ParsedAnswer",
             "ToolCall",

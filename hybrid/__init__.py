@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hybrid.engine.engine import Engine, TextStream
     from hybrid.engine.output import Accepted, Completion, RequestOutput, Usage
     from hybrid.engine.sampling_params import SamplingParams
+    from hybrid.engine.scoring import Score
     from hybrid.engine.stats import EngineStats, Histogram
     from hybrid.key import Key
     from hybrid.memory.memory import CacheMemory, Mover
@@ -104,6 +105,7 @@ __all__ = [
     "RequestOutput",
     "SamplingError",
     "SamplingParams",
+    "Score",
     "SpeculationConfig",
     "TextStream",
     "ToolCall",
@@ -126,6 +128,7 @@ _HOMES = {
     "engine.engine": "Engine TextStream",
     "engine.output": "Accepted Completion RequestOutput Usage",
     "engine.sampling_params": "SamplingParams",
+    "engine.scoring": "Score",
     "engine.stats": "EngineStats Histogram",
     "key": "Key",
     "memory.memory": "CacheMemory Mover",

@@ -249,6 +249,7 @@ def test_the_public_names_are_these() -> None:
         "RequestOutput",
         "SamplingError",
         "SamplingParams",
+        "Score",
         "SpeculationConfig",
         "TextStream",
         "ToolCall",

@@ -33,6 +33,7 @@ import torch
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
+from hybrid.cache.breakpoints import Breakpoints
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig, settings_of
 from hybrid.cache.dropper import Dropper
@@ -163,6 +164,7 @@ class HybridCache:
         tree: which pages and checkpoints are kept, and for which tokens.
         allocator: allocates from the memory, and has the tree evict.
         pins: prefixes that are protected from eviction.
+        breakpoints: those of the pins that prompts have named.
         leases: the open leases.
         tiers: copies in host memory and on disk; None: `config` asks for none.
         restores: brings back what they have; None: there are none.
@@ -202,6 +204,7 @@ class HybridCache:
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
+        self.breakpoints: Breakpoints = Breakpoints(self.tree, self.pins)
         self._committer = Committer(self.tree, memory, self.allocator)
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
         self._dropper = Dropper(self.tree, memory, self.allocator, self.pins, self.tiers)
@@ -694,6 +697,12 @@ class HybridCache:
         """End a pin. One that has ended stays so. What is not a `Pin` is an `ArgumentError`."""
         with self.bookkeeping():
             self.pins.remove(pin)
+
+    def keep_breakpoint(self, key: Key, num_tokens: int, ttl: float, tenant: str) -> bool:
+        """Pin the first `num_tokens` tokens of a key, or renew their pin: until they were not used for `ttl` seconds.
+        Returns whether there is a checkpoint, and room among the pins; where not, a tenant with more gives way."""
+        with self.bookkeeping():
+            return self.breakpoints.keep(key, num_tokens, ttl, tenant)
 
     def expire_next_pin(self) -> bool:
         """End the pin that would expire first, because no request could run otherwise. False when there is none."""

@@ -60,6 +60,10 @@ class DisabledCache(HybridCache):
         """Raise ArgumentError: nothing can be loaded."""
         raise ArgumentError("load: this cache is disabled; use CacheConfig(enabled=True)")
 
+    def keep_breakpoint(self, key: Key, num_tokens: int, ttl: float, tenant: str) -> bool:
+        """Pin nothing."""
+        return False
+
     def pin(self, key: Key, ttl: float = 0.0) -> Pin | None:
         """Pin nothing."""
         return None

@@ -77,8 +77,11 @@ class Pins:
     def __contains__(self, pin: object) -> bool:
         return pin in self._locks
 
-    def add(self, key: Key, ttl: float) -> Pin | None:
+    def add(self, key: Key, ttl: float, num_tokens: int | None = None) -> Pin | None:
         """Pin what is usable of a key. None when nothing is.
+
+        Args:
+            num_tokens: pin what is usable of this many of its first tokens; None: of all.
 
         Raises:
             ArgumentError: `ttl` is not a positive number.
@@ -88,7 +91,7 @@ class Pins:
         if not number("pin: ttl, in seconds,", ttl) > 0:
             raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
         self.expire()
-        node = self._tree.peek(key, len(key)).checkpoint
+        node = self._tree.peek(key, len(key) if num_tokens is None else num_tokens).checkpoint
         if node is None:
             return None
         pin = Pin(node.end, time.monotonic() + ttl)
@@ -128,6 +131,12 @@ class Pins:
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)
+
+    def renew(self, pin: Pin, expires: float) -> None:
+        """Have a pin end at a time of `time.monotonic`, unless it ends later or has ended."""
+        if pin in self._locks and expires > pin.expires:
+            pin.expires = expires
+            self._ends.put(pin, expires)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""

@@ -38,6 +38,7 @@ from hybrid.engine.request import Request
 from hybrid.engine.request_builder import RequestBuilder, check_request_id, params_of_each
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.scoring import Choice, Score, choices_of, joined, score_of
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
@@ -375,6 +376,50 @@ class Engine:
         params = replace(params or self.default_params, parse_response=True)
         return self.generate(prompt, params, namespace=namespace, progress=False)[0]
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Sequence[Choice] | Sequence[Sequence[Choice]],
+        *,
+        namespace: str = "",
+        adapter: str | None = None,
+    ) -> list[list[Score]]:
+        """Score choices as continuations of prompts: each prompt is computed once, and each choice after it.
+
+        Args:
+            prompts: as for `generate`, without images.
+            choices: texts or lists of token ids: the same for all prompts, or for each prompt a list of its own. A text
+                after a text is tokenized together with it.
+            namespace, adapter: as for `generate`.
+
+        Returns:
+            For each prompt a score of each of its choices, the same as those of a cold run, bit by bit in deterministic
+            mode.
+
+        Raises:
+            PromptError: a prompt or a choice cannot be run.
+            RequestError: one failed.
+        """
+        many = as_prompts(prompts)
+        each = choices_of(choices, len(many))
+        wholes: list[tuple[list[int], int]] = []
+        for prompt, own in zip(many, each, strict=True):
+            ids = self.encode(prompt)
+            wholes += [joined(self.tokenizer, prompt, ids, choice) for choice in own]
+        params = [
+            SamplingParams(
+                max_new_tokens=0,
+                prompt_logprobs=1,
+                logprob_start_len=start,
+                checkpoint_at=(start - 1,),
+                adapter=adapter,
+            )
+            for _, start in wholes
+        ]
+        outputs = self.generate([ids for ids, _ in wholes], params, namespace=namespace, progress=False)
+        scores = iter([score_of(output, start) for output, (_, start) in zip(outputs, wholes, strict=True)])
+        return [[next(scores) for _ in own] for own in each]
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. In any thread.
 
@@ -563,6 +608,29 @@ class Engine:
             self.cache.check_owner()
         except OwnershipError as error:
             raise OwnershipError(f"{error}. {OTHER_THREAD}") from None
+
+    def prewarm(
+        self, prompt: Prompt, ttl: float | None = None, *, namespace: str = "", adapter: str | None = None
+    ) -> RequestOutput:
+        """Compute a prompt, and keep it for those that begin with it: there is no answer. The same as
+        `SamplingParams(max_new_tokens=0, pin_for=ttl)`.
+
+        Args:
+            ttl: seconds for which it is not evicted; None: it is kept as any other prefix is.
+            namespace, adapter: of the prompts to come.
+
+        Returns:
+            Its output: `usage`, `explain`, `pin`.
+
+        Raises:
+            HybridError: all that `generate` raises.
+            RequestError: it could not be computed.
+        """
+        params = SamplingParams(max_new_tokens=0, pin_for=ttl, adapter=adapter)
+        output = self.generate([prompt], params, namespace=namespace, progress=False)[0]
+        if output.error is not None:
+            raise RequestError(f"{output.request_id} failed: {output.error}")
+        return output
 
     # Pins
 

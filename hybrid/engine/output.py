@@ -123,8 +123,8 @@ class RequestOutput:
         pin: made by `SamplingParams(pin_for=...)`, for `Engine.unpin`; None before the end, and without a pin.
         error: why the request failed, when `finish_reason` is "error".
         error_code: the kind of this error, for programs: `HybridError.code`, or "internal" for other exceptions.
-        prompt_logprobs: for each token of the prompt `{token_id: logprob}`, None for the first one, as far as they are
-            computed; None unless requested.
+        prompt_logprobs: for each token of the prompt `{token_id: logprob}`, None for the first one and those before
+            `SamplingParams.logprob_start_len`, as far as they are computed; None unless requested.
         completions: the answers, where there are several; see `outputs`.
         parsed: the parts of the answer; None without `SamplingParams(parse_response=True)`.
     """

@@ -19,6 +19,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.answer_parser import AnswerParser
+from hybrid.prompts.breakpoints import Breakpoint
 from hybrid.prompts.detokenizer import Detokenizer
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
@@ -108,6 +109,8 @@ class Request:
     Attributes:
         ids: prompt and answer, with a placeholder at every position of an image.
         media: the images of the prompt.
+        breakpoints: those of the prompt that are not pinned yet.
+        declared: positions of the prompt at which the caller wants checkpoints.
         is_replay: it is a replay.
         prompt_len: number of tokens of the prompt.
         max_len: number of tokens of the prompt and the longest answer that there is room for.
@@ -127,7 +130,8 @@ class Request:
         history: its tokens as drafters see them.
         completions: all answers to its prompt, if there are several.
         is_fork: it is an answer after the first, and its first token is not known yet: it neither waits nor runs.
-        prompt_logprobs: of the tokens of the prompt, as far as they are computed; None for the first.
+        prompt_logprobs: of the tokens of the prompt, as far as they are computed; None for the first, and for those
+            before `SamplingParams.logprob_start_len`.
         num_drafted, num_accepted: drafts that were computed, and that were what came next.
         arrived, started_at, first_token_at, last_token_at, ended_at: as `time.perf_counter`; `started_at` is when it
             first got its memory.
@@ -158,12 +162,14 @@ class Request:
         self.prompt_token_ids: list[int] = list(prompt.ids)
         self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
+        self.breakpoints: tuple[Breakpoint, ...] = () if kind is RequestKind.REPLAY else prompt.breakpoints
+        self.declared: tuple[int, ...] = (*params.checkpoint_at, *(one.num_tokens for one in self.breakpoints))
         self.prompt_len: int = len(self.ids)
         self.max_len: int = min(self.prompt_len + params.max_new_tokens, max_len)
         self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
         self.completions: AnswerGroup | None = None
         self.is_fork: bool = False
-        self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        self.prompt_logprobs: list[dict[int, float] | None] = [None] * max(1, params.logprob_start_len)
         self.num_drafted: int = 0
         self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
@@ -340,6 +346,10 @@ class Request:
             self._num_parsed = len(text)
         if self.finish_reason:
             parser.finish()
+
+    def end_at_prompt(self) -> None:
+        """End a request for no token: its prompt is computed."""
+        self.finish_reason, self.kept_len = "length", self.prompt_len
 
     def add_prompt_logprobs(self, logprobs: Sequence[dict[int, float]], end: int) -> None:
         """Add the log-probabilities of tokens of the prompt that are not known yet: a request that starts again may

@@ -228,6 +228,10 @@ class RequestBuilder:
         tokenizer = self._loaded.tokenizer
         if params.stop and tokenizer is None:
             raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        if params.logprob_start_len >= num_tokens:
+            raise PromptError(
+                f"logprob_start_len={params.logprob_start_len} is outside the prompt of {num_tokens} tokens"
+            )
         outside = next((at for at in params.checkpoint_at if not -num_tokens <= at <= num_tokens), None)
         if outside is not None:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")

@@ -77,7 +77,8 @@ class SamplingParams:
     `min_tokens`). Log-probabilities are those of the model, before all of these.
 
     Args:
-        max_new_tokens: the maximum number of tokens of the answer.
+        max_new_tokens: the maximum number of tokens of the answer. 0: the prompt is computed and kept, and there is no
+            answer (`Engine.prewarm`).
         temperature: 0 chooses the most likely token; otherwise logits are divided by it. At most 1e6.
         top_k: sample from the k most likely tokens; 0: all.
         top_p: sample from the most likely tokens up to this probability; 1: all.
@@ -118,7 +119,9 @@ class SamplingParams:
         n: number of answers (`RequestOutput.outputs`). The prompt is computed once; each answer has random numbers of
             its own, which follow from `seed`. The first answer is that of n=1.
         prompt_logprobs: report the log-probabilities of the k most likely tokens and of the actual one at each position
-            of the prompt; None: none. The whole prompt is computed: nothing of it is taken from the cache.
+            of the prompt; None: none. What they are of is computed, and only what is before it taken from the cache.
+        logprob_start_len: `prompt_logprobs` of the tokens from this position on; those before it have none, and may be
+            taken from the cache.
         adapter: name of a LoRA adapter (`Engine.adapters`) that prompt and answer are computed with; None: none.
         parse_response: take the answer apart (`RequestOutput.reasoning`, `content`, `tool_calls`), by the checkpoint's
             response template or the form of its chat template.
@@ -160,6 +163,7 @@ class SamplingParams:
     n: int = 1
     prompt_logprobs: int | None = None
     adapter: str | None = None
+    logprob_start_len: int = 0
     parse_response: bool = False
     tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
     tool_choice: str = "auto"
@@ -172,6 +176,8 @@ class SamplingParams:
                 f"SamplingParams: min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}; "
                 "lower the one, or raise the other"
             )
+        if self.n > 1 and not self.max_new_tokens:
+            raise SamplingError(f"SamplingParams: n={self.n} answers of max_new_tokens=0 tokens; leave n out")
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise SamplingError(f"SamplingParams: {name} contradicts structured, which ends the answer; leave one out")
@@ -202,13 +208,14 @@ class SamplingParams:
             "seed": _optional("seed", self.seed, 0, 2**63 - 1),
             "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            "logprob_start_len": _integer("logprob_start_len", self.logprob_start_len, 0, MAX_INT),
             "n": _integer("n", self.n, 1, MAX_ANSWERS),
         }
 
     def _limits(self) -> dict[str, Any]:
         """Return where the answer ends, and what happens to the prompt, as checked values."""
         return {
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, MAX_INT),
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 0, MAX_INT),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT),
             "stop": _texts("stop", self.stop),
             "stop_token_ids": _integers("stop_token_ids", self.stop_token_ids, 0, "token ids"),

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.explain import LEFT_OUT
+from hybrid.cache.explain import LEFT_OUT, Explanation
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
@@ -45,11 +45,11 @@ class Leaders:
         self._cache = cache
         self._grid = cache.config.grid
 
-    def hold(self, request: Request, end: int, running: Iterable[Request]) -> bool:
+    def hold(self, request: Request, limit: int, running: Iterable[Request]) -> bool:
         """Tell whether a waiting request waits for a leader.
 
         Args:
-            end: number of its tokens that are its prompt.
+            limit: number of its tokens that it may take from the cache.
             running: requests that may be its leader.
         """
         if request.leader is not None:
@@ -66,8 +66,8 @@ class Leaders:
                 continue  # most have nothing in common: no key is made for them
             if key is None:
                 key = request.key()
-                usable = self._cache.tree.peek(key, end - 1).num_tokens
-            position = self._shared_len(key, leader, end - 1)
+                usable = self._cache.tree.peek(key, limit).num_tokens
+            position = self._shared_len(key, leader, limit)
             if position > usable and leader.num_computed < position:
                 leader.wanted.add(position)
                 request.leader = (leader, position)
@@ -171,6 +171,13 @@ class RestoringRequests:
             if request.lease is not None and request.lease.restoring is not None:
                 request.lease.restoring.wait(seconds)
             return
+
+
+def _limited(hit: Explanation, limit: int, grid: int) -> Explanation:
+    """The explanation of a hit, where no more than `limit` tokens might be taken from the cache."""
+    if limit >= hit.asked or hit.usable_hit != limit // grid * grid:
+        return hit
+    return replace(hit, reason=f"all up to token {limit}: from there on log-probabilities are computed")
 
 
 MAX_LOGIT_ROWS = 128
@@ -306,6 +313,7 @@ class Scheduler:
             self.cache.commit(lease, request.key(), whole)
             if lease.num_written <= request.prompt_len:
                 request.num_written = lease.num_written
+            self._keep_breakpoints(request, whole)
         request.num_committed = end
         if request.is_replay and part.end == len(request.ids):
             self._pin(request)
@@ -394,6 +402,19 @@ class Scheduler:
             self.cache.close(lease)
         if self.drafting is not None:
             self.drafting.end(request)
+
+    def _keep_breakpoints(self, request: Request, num_tokens: int) -> None:
+        """Pin the breakpoints of a prompt that are among its first `num_tokens` tokens, which are cached."""
+        if not request.breakpoints:
+            return
+        key, left = request.key(), []
+        for one in request.breakpoints:
+            position = key.whole(one.num_tokens, self._grid)
+            if position > num_tokens:
+                left.append(one)
+            elif position:
+                self.cache.keep_breakpoint(key, position, one.ttl, request.params.tenant or request.namespace)
+        request.breakpoints = tuple(left)
 
     def _pin(self, request: Request) -> None:
         """Keep what a request has computed, if it asked for that."""
@@ -491,8 +512,10 @@ class Scheduler:
         if lease is None:
             return None
         end = request.prefill_end
-        if request.hit_limit < request.prompt_len:  # logits of all rows are computed, which are large
-            budget = min(budget, max(config.chunk_size, MAX_LOGIT_ROWS // config.chunk_size * config.chunk_size))
+        if request.hit_limit < request.prompt_len:  # from there on logits of all rows are computed, which are large
+            without = request.hit_limit // config.chunk_size * config.chunk_size - start
+            rows = max(config.chunk_size, MAX_LOGIT_ROWS // config.chunk_size * config.chunk_size)
+            budget = min(budget, without if without > 0 else rows)
         if end - start > budget:
             end = (start + budget) // config.chunk_size * config.chunk_size
             if end <= start:
@@ -521,7 +544,7 @@ class Scheduler:
             self._grid,
             branching_len=lease.branching_len,
             shared=request.wanted,
-            declared=() if request.is_replay else request.params.checkpoint_at,
+            declared=() if request.is_replay else request.declared,
             is_replay=request.is_replay,
             key=lease.key,
         )
@@ -542,7 +565,7 @@ class Scheduler:
                 return
             if only is not None and request not in only:
                 continue
-            if request.cold is None and self._leaders.hold(request, self._prompt_end(request), self.running):
+            if request.cold is None and self._leaders.hold(request, self.cacheable(request), self.running):
                 continue
             try:
                 if not self._start_at_any_cost(request):
@@ -590,8 +613,11 @@ class Scheduler:
         """A request that has its memory computes from its hit on."""
         assert request.lease is not None
         request.num_computed = request.num_committed = request.lease.num_hit_tokens
+        if request.num_committed:
+            self.cache.breakpoints.use(request.lease.key, request.num_committed)
+            self._keep_breakpoints(request, request.num_committed)
         if request.explanation is None:
-            request.explanation = request.lease.explanation
+            request.explanation = _limited(request.lease.explanation, request.hit_limit, self._grid)
             if not request.is_replay:
                 self.cache.record(request.explanation)
         elif request.cold is not None:

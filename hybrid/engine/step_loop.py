@@ -338,6 +338,8 @@ class StepLoop(ABC):
             raise NonFiniteError(NOT_FINITE)
         if self._scheduler.drafting is not None:
             self._scheduler.drafting.accept(part, result.accepted)
+        if result.tokens and request.max_len == request.prompt_len:
+            request.end_at_prompt()
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
                 request.num_accepted -= result.num_more - at  # these drafts are after the end

@@ -21,6 +21,7 @@ from hybrid.checks import boolean, is_file, is_integer, shown
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
 from hybrid.prompts import messages as chat
+from hybrid.prompts.breakpoints import Breakpoint, are_in, taken_out, up_to
 from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 
 Message = chat.Message
@@ -97,10 +98,12 @@ class EncodedPrompt:
     Attributes:
         ids: its token ids, with a placeholder at every position of an image.
         media: its images; None: it has none.
+        breakpoints: positions up to which it is to be cached, in order.
     """
 
     ids: list[int]
     media: Media | None = None
+    breakpoints: tuple[Breakpoint, ...] = ()
 
     def key(self, namespace: str) -> Key:
         """The key of the prompt in a namespace of the cache."""
@@ -232,6 +235,7 @@ class PromptEncoder:
             PromptError: the prompt has an unsupported form, is too large, or has images and there is no image encoder.
         """
         prompt = unwrapped(prompt)
+        breakpoints: tuple[Breakpoint, ...] = ()
         if truncate is not None:
             return self._encode_end(prompt, truncate)
         if not isinstance(prompt, ImagePrompt):
@@ -240,9 +244,15 @@ class PromptEncoder:
                 raise PromptError(
                     "this checkpoint has no vision tower; give ImagePrompt with embeddings, or text alone"
                 )
+            prompt, marked, ttls = _without_breakpoints(prompt)
             ids = self._ids(prompt, self._limits)
+            ends = [self._num_before(number, marked, ids) for number in range(len(ttls))]
             if not images or self._image_encoder is None:
-                return EncodedPrompt(ids)
+                return EncodedPrompt(ids, None, _breakpoints(ends, ttls))
+            placeholder = self._image_encoder.placeholder
+            sizes = [self._image_encoder.num_positions(image) - 1 for image in images]
+            ends = [end + sum(sizes[: ids[:end].count(placeholder)]) for end in ends]
+            breakpoints = _breakpoints(ends, ttls)
             prompt = embed_images(ids, images, self._image_encoder, self._limits, namespace)
         self._limits.check_tokens(len(prompt.token_ids))
         whole = _integers(prompt.token_ids)
@@ -250,7 +260,19 @@ class PromptEncoder:
             raise PromptError("the token_ids of an ImagePrompt must be integers")
         self._limits.check_ids(whole)
         prompt = ImagePrompt(whole, prompt.images, prompt.positions)
-        return EncodedPrompt(whole, Media.of(prompt, self._hidden_size, self._page_size))
+        return EncodedPrompt(whole, Media.of(prompt, self._hidden_size, self._page_size), breakpoints)
+
+    def _num_before(self, number: int, marked: Prompt, ids: list[int]) -> int:
+        """The number of tokens of a prompt before its breakpoint of this number.
+
+        Args:
+            marked: the prompt with marks at its breakpoints.
+        """
+        with self._splitting:
+            if self._splitter is None:
+                self._splitter = copy.deepcopy(self._tokenizer)
+            before = encode(self._splitter, marked, self._limits, lambda text: up_to(text, number))
+        return next((at for at, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
 
     def encode_turn(self, prompt: dict[str, Any]) -> list[int]:
         """See the function of this name."""
@@ -352,8 +374,31 @@ def embed_images(
     return ImagePrompt(tokens, embedded, torch.cat(positions, dim=1))
 
 
-def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[int]:
+def _without_breakpoints(prompt: Prompt) -> tuple[Prompt, Prompt, list[float]]:
+    """A prompt without breakpoints, the same with a mark at each of them, and the time to live of each."""
+    messages = _messages_of(prompt)
+    if messages is None or not are_in(messages):
+        return prompt, prompt, []
+    plain, marked, ttls = taken_out(messages)
+    if isinstance(prompt, dict):
+        return {**prompt, "messages": plain}, {**prompt, "messages": marked}, ttls
+    return plain, marked, ttls
+
+
+def _breakpoints(ends: list[int], ttls: list[float]) -> tuple[Breakpoint, ...]:
+    return tuple(Breakpoint(end, ttl) for end, ttl in zip(ends, ttls, strict=True) if end)
+
+
+def encode(
+    tokenizer: Any | None,
+    prompt: Prompt,
+    limits: PromptLimits = NO_LIMITS,
+    cut: Callable[[str], str] | None = None,
+) -> list[int]:
     """Token ids of a prompt: a text, token ids as they are, or chat messages through the chat template.
+
+    Args:
+        cut: what is kept of the text that the chat template makes; None: all.
 
     Raises:
         PromptError: the prompt has another form or is too large, or there is no tokenizer or no chat template for it.
@@ -383,7 +428,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if isinstance(prompt, str):
         more = {"split_special_tokens": True} if split else {}
         return _tokenize(prompt, limits, lambda text: tokenizer(text, add_special_tokens=True, **more).input_ids)
-    return _encode_chat(tokenizer, messages, prompt, limits, split)
+    return _encode_chat(tokenizer, messages, prompt, limits, split, cut)
 
 
 ANSWER = "\ue000\ue001\ue000"
@@ -401,17 +446,28 @@ def encode_turn(tokenizer: Any | None, prompt: dict[str, Any], limits: PromptLim
         raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
     before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
     split = boolean(SPLIT, prompt.get(SPLIT, False))
-    return _encode_chat(tokenizer, [*before, *prompt["messages"]], prompt, limits, split, after=ANSWER)
+    return _encode_chat(tokenizer, [*before, *prompt["messages"]], prompt, limits, split, _after_answer)
+
+
+def _after_answer(text: str) -> str:
+    if text.count(ANSWER) != 1:
+        raise PromptError("this chat template does not show an answer once and as it is: send the whole chat")
+    return text.partition(ANSWER)[2]
 
 
 def _encode_chat(
-    tokenizer: Any, messages: list[Message] | None, prompt: Any, limits: PromptLimits, split: bool, after: str = ""
+    tokenizer: Any,
+    messages: list[Message] | None,
+    prompt: Any,
+    limits: PromptLimits,
+    split: bool,
+    cut: Callable[[str], str] | None,
 ) -> list[int]:
     """Token ids of messages, by the chat template and with the options of their prompt.
 
     Args:
         split: the names of control tokens in the messages are text.
-        after: leave out the text up to this one, which stands in the messages once; empty: nothing.
+        cut: what is kept of the rendered text; None: all.
     """
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
@@ -429,10 +485,8 @@ def _encode_chat(
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
-    if after:
-        if text.count(after) != 1:
-            raise PromptError("this chat template does not show an answer once and as it is: send the whole chat")
-        text = text.partition(after)[2]
+    if cut is not None:
+        text = cut(text)
     if control is not None and marks:
         return _tokenize(text, limits, lambda text: control.tokenize(text, marks))
     return _tokenize(text, limits, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
