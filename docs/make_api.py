@@ -26,6 +26,7 @@ SECTIONS = {
             "Explanation",
             "TextStream",
             "OutputStream",
+            "Tenant",
             "Conversation",
             "Score",
             "Accepted",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hybrid.cache.explain import Explanation
     from hybrid.cache.pins import Pin
     from hybrid.cache.stats import CacheStats
-    from hybrid.engine.config import EngineConfig
+    from hybrid.engine.config import EngineConfig, Tenant
     from hybrid.engine.conversation import Conversation
     from hybrid.engine.engine import Engine, TextStream
     from hybrid.engine.output import Accepted, Completion, RequestOutput, Usage
@@ -107,6 +107,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "SpeculationConfig",
+    "Tenant",
     "TextStream",
     "ToolCall",
     "Transfer",
@@ -123,7 +124,7 @@ _HOMES = {
     "cache.explain": "Explanation",
     "cache.pins": "Pin",
     "cache.stats": "CacheStats",
-    "engine.config": "EngineConfig",
+    "engine.config": "EngineConfig Tenant",
     "engine.conversation": "Conversation",
     "engine.engine": "Engine TextStream",
     "engine.output": "Accepted Completion RequestOutput Usage",
@@ -157,4 +158,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*__all__, "hf"})

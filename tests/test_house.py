@@ -251,6 +251,7 @@ def test_the_public_names_are_these() -> None:
         "SamplingParams",
         "Score",
         "SpeculationConfig",
+        "Tenant",
         "TextStream",
         "ToolCall",
         "Transfer",
@@ -260,6 +261,11 @@ def test_the_public_names_are_these() -> None:
         "__version__",
     }
     assert all(hasattr(hybrid, name) for name in hybrid.__all__)
+
+
+def test_completion_offers_each_public_name_once_and_nothing_else() -> None:
+    assert dir(hybrid) == sorted({*hybrid.__all__, "hf"})
+    assert hybrid.hf.PrefixCache.__module__ == "hybrid.hf.prefix_cache"
 
 
 def test_the_tree_of_exceptions_is_the_one_that_is_drawn() -> None:

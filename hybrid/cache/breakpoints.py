@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 from hybrid.cache.names import name_at
@@ -44,6 +43,13 @@ class Breakpoints:
     def __len__(self) -> int:
         return sum(held.pin in self._pins for held in self._held.values())
 
+    def num_tokens(self) -> dict[str, int]:
+        """The tokens of all breakpoints of each tenant."""
+        sizes: dict[str, int] = {}
+        for held in self._held.values():
+            sizes[held.tenant] = sizes.get(held.tenant, 0) + held.pin.num_tokens * (held.pin in self._pins)
+        return sizes
+
     def keep(self, key: Key, num_tokens: int, ttl: float, tenant: str) -> bool:
         """Pin the first `num_tokens` tokens of a key, or use them again. Returns whether they are pinned: there is a
         checkpoint, and room among the pins."""
@@ -61,7 +67,8 @@ class Breakpoints:
             except MemoryBudgetError:
                 if not self._held:
                     return False
-                self._end_oldest(self._largest())
+                sizes = self.num_tokens()
+                self._end_oldest(max(sizes, key=sizes.__getitem__))
                 continue
             assert pin is not None
             self._held[name_at(node, node.end)] = _Held(pin, tenant, ttl)
@@ -85,12 +92,6 @@ class Breakpoints:
         self._held[name] = held
         self._pins.renew(held.pin, time.monotonic() + max(ttl, held.ttl))
         return True
-
-    def _largest(self) -> str:
-        sizes: Counter[str] = Counter()
-        for held in self._held.values():
-            sizes[held.tenant] += held.pin.num_tokens
-        return sizes.most_common(1)[0][0]
 
     def _end_oldest(self, tenant: str) -> None:
         name = next(name for name, held in self._held.items() if held.tenant == tenant)

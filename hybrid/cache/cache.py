@@ -64,7 +64,7 @@ from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
-from hybrid.units import ceil_div
+from hybrid.units import ceil_div, format_bytes
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -194,6 +194,13 @@ class HybridCache:
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
         self._begin()
+
+    def __repr__(self) -> str:
+        """Say how much of its memory is free, and what is cached."""
+        total, free = self.memory.num_bytes
+        size = f"{format_bytes(total)}, {format_bytes(free)} free, " if total else ""
+        cached = f"{self.tree.num_pages} pages, {self.tree.num_checkpoints} checkpoints"
+        return f"{type(self).__name__}({size}{cached} cached)"
 
     def _begin(self) -> None:
         """Make the bookkeeping of a memory of which nothing is in use."""

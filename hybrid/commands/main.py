@@ -165,7 +165,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         own.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.add_arguments(own)
         own.set_defaults(command=command)
-    return parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_args(given or ["--help"])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -380,18 +381,30 @@ class Parity:
         return {"passed": self.passed, **asdict(self)}
 
 
-def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Parity:
+Note = Callable[[str], object]
+"""Shows what is checked now."""
+
+
+def _quiet(text: str) -> None:
+    """Show nothing."""
+
+
+def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32", note: Note = _quiet) -> Parity:
     """Run every check on a checkpoint, in a type.
+
+    Args:
+        note: called with what is checked next.
 
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, dtype, process)
+        return check_all(model, seed, dtype, process, note)
 
 
-def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
+def check_all(model: str | Path, seed: int, dtype: str, process: Executor, note: Note = _quiet) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
+    note("loading the model")
     started = time.process_time()
     compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
     imported = time.process_time()
@@ -401,8 +414,13 @@ def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Pa
     ids, types = compared_with_transformers(judge), dict.fromkeys(("float32", dtype))
     theirs = [process.submit(transformers_logits, checkpoint.path, ids, each) for each in types]
     others = process.submit(predicted, str(model), seed, dtype) if has_predictor(checkpoint) else None
-    checks = [judge.attempt(scenario) for scenario in SCENARIOS]
+    checks = []
+    for at, scenario in enumerate(SCENARIOS, 1):
+        note(f"hits against cold runs, {at} of {len(SCENARIOS)}: {scenario.__name__.replace('_', ' ')}")
+        checks.append(judge.attempt(scenario))
+    note("drafts: right ones, wrong ones, and some that are none")
     checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
+    note("logits against those of transformers")
     checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
@@ -421,7 +439,7 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
     return Preparation(*(round(part, 3) for part in parts))
 
 
-def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]:
+def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet) -> dict[str, Parity]:
     """Run every check on a small random checkpoint of every family, in a type. Those that the installed transformers
     computes otherwise than they were trained are left out, with a warning."""
     results = {}
@@ -433,8 +451,12 @@ def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith("qwen"):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, dtype, process)
+            results[name] = check_all(path, seed, dtype, process, partial(_note_of, name, note))
     return results
+
+
+def _note_of(name: str, note: Note, text: str) -> None:
+    note(f"{name}: {text}")
 
 
 SAMPLED = replace(ANSWER, temperature=1.2, top_p=0.9, seed=3)
@@ -857,13 +879,22 @@ def predicted(model: str, seed: int, dtype: str) -> list[Drafted]:
 # The command
 
 
+def verdict(results: Mapping[str, Parity]) -> str:
+    """One line: whether all checks passed, and which did not."""
+    missed = [f"{check.name} ({model})" for model, one in results.items() for check in one.checks if not check.passed]
+    count = sum(len(one.checks) for one in results.values())
+    if missed:
+        return f"[red]{len(missed)} of {count} checks MISSED[/red]: {', '.join(missed)}"
+    return f"[green]all {count} checks passed[/green]: hits are bitwise cold runs, logits those of transformers"
+
+
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
-    with rare_collections():
+    with rare_collections(), console.status("") as status:  # in a terminal
         if args.all_families:
-            families = run_all_families(args.seed, args.dtype)
+            families = run_all_families(args.seed, args.dtype, status.update)
         else:
-            families = {args.model: run_parity(args.model, args.seed, args.dtype)}
+            families = {args.model: run_parity(args.model, args.seed, args.dtype, status.update)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:
@@ -877,4 +908,5 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         console.print(table)
     results = {model: result.as_json() for model, result in families.items()}
     passed = all(result.passed for result in families.values())
+    console.print(verdict(families))
     return Outcome(passed, {"passed": passed, "families": results} if args.all_families else results[args.model])

@@ -267,6 +267,11 @@ class Liar(Drafter):
         self._vocab_size = vocab_size
         self._right = right
 
+    @property
+    def name(self) -> str:
+        """What a log says of its drafts."""
+        return "that is wrong on purpose"
+
     def propose(self, history: History, limit: int) -> Proposal:
         """Anything."""
         rng = self._rng

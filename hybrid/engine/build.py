@@ -25,6 +25,7 @@ from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.kernels.ops import check_gpu_kernels, multiplies_pairs, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
+from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import CheckpointFolder, can_quantize, load_model, open_checkpoint
@@ -55,6 +56,7 @@ class LoadedModel:
         image_encoder: embeds the images of prompts; None: the checkpoint has none.
         end_tokens: tokens that end an answer.
         default_params: of requests without `SamplingParams`.
+        name: the folder or hub id that it was loaded from; empty: it was not.
     """
 
     model: Any
@@ -63,6 +65,12 @@ class LoadedModel:
     image_encoder: ImageEncoder | None = None
     end_tokens: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
+    name: str = ""
+
+    def __repr__(self) -> str:
+        """Name the model, its device and its type."""
+        kind = f", {str(self.model.dtype).removeprefix('torch.')}" if isinstance(self.model, CausalLM) else ""
+        return f"{self.name or type(self.model).__name__}, {self.device}{kind}"
 
     def digest(self) -> str:
         """The digest of configuration and weights as they are now: all of them are read, at about 1 GB per second and
@@ -124,6 +132,7 @@ def load(
         image_encoder=vision_tower(checkpoint, loaded.dtype, place),
         end_tokens=end_tokens,
         default_params=default_params,
+        name=str(model),
     )
 
 

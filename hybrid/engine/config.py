@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hybrid import checks
 from hybrid.errors import ArgumentError
@@ -14,6 +16,35 @@ def _seconds(value: object) -> float:
     if seconds > 0:
         return seconds
     raise ArgumentError(f"EngineConfig: encoding_seconds must be a positive number, or None; got {value!r:.100}")
+
+
+@checks.known_names
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """The weight and the limits of a sender of requests (`SamplingParams(tenant=...)`, or their namespace).
+
+    Args:
+        weight: how many tokens it is served in comparison with others that have requests waiting, whose weight is 1.
+        max_running: number of its requests that run at once, at most; others of it wait. None: no limit.
+        max_requests: number of its requests that wait and run, at most; another one is refused with `QueueFullError`.
+            None: no limit.
+
+    Raises:
+        ArgumentError: a value is out of range.
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        weight = checks.number("Tenant: weight", self.weight)
+        if not 0 < weight < math.inf:
+            raise ArgumentError(f"Tenant: weight must be a positive number; got {self.weight!r:.100}")
+        object.__setattr__(self, "weight", weight)
+        for name in ("max_running", "max_requests"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.integer(f"Tenant: {name}", value, 1, remedy=", or None"))
 
 
 @checks.known_names
@@ -32,7 +63,7 @@ class EngineConfig:
         prompt_templates: whether prompts may bring a chat template, which is a program that the engine runs: only where
             you write all prompts yourself.
         encoding_threads: number of threads that encode the prompts of an `AsyncEngine` (templates, tokens, grammars,
-            images) beside the thread that computes; prompts of one namespace have all but one of them.
+            images) beside the thread that computes; prompts of one tenant have all but one of them.
         encoding_memory: bytes of prompts that an `AsyncEngine` holds until they are encoded, at most, as "256MiB" or a
             number; another one is refused with `EncodingLimitError`. None: no limit.
         encoding_seconds: seconds that it may take until a prompt is encoded; after that it ends with
@@ -41,6 +72,7 @@ class EngineConfig:
             graphs on a GPU, decode steps also as programs of compiled operations on a CPU.
         overlap: launch the next step before the results of this one are waited for. None: on a GPU, and on a CPU where
             torch has several threads and the step was captured: the others compute while this one schedules the next.
+        tenants: weights and limits of senders, by their names; others have a weight of 1 and no limits.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
 
     Raises:
@@ -58,6 +90,7 @@ class EngineConfig:
     encoding_seconds: float | None = 60.0
     enforce_eager: bool = False
     overlap: bool | None = None
+    tenants: Mapping[str, Tenant] = field(default_factory=dict, hash=False)
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +103,12 @@ class EngineConfig:
             self._set(name, checks.boolean(f"EngineConfig: {name}", getattr(self, name)))
         if self.overlap is not None:
             self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))
+        if not isinstance(self.tenants, Mapping) or not all(
+            isinstance(name, str) and isinstance(own, Tenant) for name, own in self.tenants.items()
+        ):
+            raise ArgumentError(
+                f"EngineConfig: tenants must be a dict of hybrid.Tenant by name; got {self.tenants!r:.100}"
+            )
         if self.max_model_len is not None:
             length = checks.integer("EngineConfig: max_model_len", self.max_model_len, 2, remedy=", or None")
             self._set("max_model_len", length)
@@ -96,6 +135,11 @@ class EngineConfig:
         if self.encoding_memory is None:
             return None
         return byte_count("EngineConfig: encoding_memory", self.encoding_memory)
+
+    def weight_of(self, tenant: str) -> float:
+        """The weight of a tenant."""
+        own = self.tenants.get(tenant)
+        return own.weight if own is not None else 1.0
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

@@ -255,11 +255,16 @@ class CapturedPasses:
     def _numbers(self, plan: Plan) -> Tensor:
         return torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
 
+    @property
+    def _captured(self) -> str:
+        return "a graph" if self.on_gpu else "the operations"
+
     def _give_up(self, plan: Plan, error: Exception) -> None:
         """No further graph is captured."""
         self._captures = False
         log.warning(
-            "capturing a graph for %s failed (%s: %s); steps without a graph are launched kernel by kernel",
+            "capturing %s for %s failed (%s: %s); steps without one are launched operation by operation",
+            self._captured,
             plan.sizes,
             type(error).__name__,
             error,
@@ -267,7 +272,7 @@ class CapturedPasses:
 
     def _capture_plan(self, plan: Plan, numbers: Tensor) -> Graph:
         """Capture a pass over numbers of a plan's layout."""
-        log.info("capturing a graph for %s", plan.sizes)
+        log.info("capturing %s for %s", self._captured, plan.sizes)
         batch = plan.batch(numbers)
         if not self.on_gpu and plan.num_decoded:  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -120,6 +121,9 @@ def _pieces(request: Request, steps: StepLoop, claim: Callable[[], None]) -> Gen
         raise RequestError(f"{request.request_id} failed: {request.error}")
 
 
+PROGRESS_SECONDS = 0.2
+"""The progress bar of `generate` shows tokens per second anew after this time."""
+
 OTHER_THREAD = (
     "An engine is used by one thread: with asyncio, or for requests from several threads "
     "(asyncio.to_thread(engine.generate, ...)), use hybrid.AsyncEngine, which runs the engine in a thread of its own"
@@ -151,6 +155,10 @@ class Engine:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy(self)
+
+    def __repr__(self) -> str:
+        """Name the model, its device and type, and what its cache has."""
+        return f"Engine({self.loaded!r}, {'closed' if self._is_closed else repr(self.cache)})"
 
     def __init__(
         self,
@@ -317,12 +325,18 @@ class Engine:
         done: dict[str, RequestOutput] = {}
         hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
         bar = tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden)
+        meter, started = self._steps.meter, time.perf_counter()
+        before, shown = meter.completion_tokens, started
         with self._steps.aborting(requests), bar:
             self._steps.enter(requests)
             while len(done) < len(requests):
                 ended = outputs.take_ended()
                 done.update({output.request_id: output for output in ended})
                 bar.update(len(ended))
+                now = time.perf_counter()
+                if not hidden and now - shown > PROGRESS_SECONDS:
+                    bar.set_postfix_str(f"{(meter.completion_tokens - before) / (now - started):.0f} tokens/s")
+                    shown = now
                 if not ended:
                     self._steps.work()
             self._steps.replay_while_idle()

@@ -220,6 +220,11 @@ class Request:
         return replay
 
     @property
+    def tenant(self) -> str:
+        """Who sends it: by turns between tenants requests start and share steps."""
+        return self.params.tenant or self.namespace
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
@@ -212,7 +213,7 @@ class Scheduler:
         self.drafting = drafting
         self.config = config
         self.deterministic = deterministic
-        self.waiting: WaitingQueue = WaitingQueue()
+        self.waiting: WaitingQueue = WaitingQueue(config.weight_of if config.tenants else None)
         self.running: list[Request] = []
         self._grid = cache.config.grid
         self._leaders = Leaders(cache)
@@ -288,9 +289,9 @@ class Scheduler:
                 self.cache.swap(part.lease)
             self.cache.advance(part.lease, part.end)
             request.num_computed = part.end
-            served[request.namespace] = served.get(request.namespace, 0) + (not part.is_prefill)
-        for namespace, num_tokens in served.items():
-            self.waiting.serve(namespace, num_tokens)
+            served[request.tenant] = served.get(request.tenant, 0) + (not part.is_prefill)
+        for tenant, num_tokens in served.items():
+            self.waiting.serve(tenant, num_tokens)
         return alive
 
     def retreat(self, part: Part) -> None:
@@ -413,7 +414,7 @@ class Scheduler:
             if position > num_tokens:
                 left.append(one)
             elif position:
-                self.cache.keep_breakpoint(key, position, one.ttl, request.params.tenant or request.namespace)
+                self.cache.keep_breakpoint(key, position, one.ttl, request.tenant)
         request.breakpoints = tuple(left)
 
     def _pin(self, request: Request) -> None:
@@ -475,7 +476,7 @@ class Scheduler:
         return Part(request, lease, start, start + 1, False, self._samples(request, start + 1), swaps, num_unknown)
 
     def _prefill_parts(self, budget: int, only: Set[Request] | None) -> list[Part]:
-        """Shares of the prompts: equal ones for each namespace, in order within a namespace. Replays get the rest."""
+        """Shares of the prompts: equal ones for each tenant, in order within a tenant. Replays get the rest."""
         groups: dict[str, list[Request]] = {}
         replays = []
         for request in self.running:
@@ -483,7 +484,7 @@ class Scheduler:
                 if request.is_replay:
                     replays.append(request)
                 else:
-                    groups.setdefault(request.namespace, []).append(request)
+                    groups.setdefault(request.tenant, []).append(request)
         parts: list[Part] = []
         chunk = self.cache.config.chunk_size
         names = sorted(groups, key=self.waiting.num_served)[: max(1, budget // chunk)]
@@ -552,16 +553,18 @@ class Scheduler:
     # Starting
 
     def _admit(self, budget: int, only: Set[Request] | None) -> None:
-        """Start waiting requests while there is memory and they would have a share of the budget. A namespace with no
+        """Start waiting requests while there is memory and they would have a share of the budget. A tenant with no
         prompt in progress always has one."""
         prefilling = [request for request in self.running if self._is_prefilling(request)]
         budget -= sum(request.prefill_end - request.num_computed for request in prefilling)
-        busy = {request.namespace for request in prefilling if not request.is_replay}
+        busy = {request.tenant for request in prefilling if not request.is_replay}
         skipped = set(busy) if budget <= 0 else set()
+        counts = Counter(request.tenant for request in self.running) if self.config.tenants else Counter[str]()
+        skipped |= {name for name, count in counts.items() if self._is_full(name, count)}
         for request in self.waiting.in_turn(skipped):
             if len(self.running) >= self.config.max_num_seqs:
                 return
-            if budget <= 0 and (request.is_replay or request.namespace in busy):
+            if budget <= 0 and (request.is_replay or request.tenant in busy):
                 return
             if only is not None and request not in only:
                 continue
@@ -575,10 +578,18 @@ class Scheduler:
                 continue
             if request in self.restoring:
                 continue
-            busy.add(request.namespace)
+            counts[request.tenant] += 1
+            if self._is_full(request.tenant, counts[request.tenant]):
+                skipped.add(request.tenant)
+            busy.add(request.tenant)
             budget -= request.prefill_end - request.num_computed
             if budget <= 0:
                 skipped |= busy
+
+    def _is_full(self, tenant: str, num_running: int) -> bool:
+        """Tell whether as many requests of a tenant run as may."""
+        own = self.config.tenants.get(tenant)
+        return own is not None and own.max_running is not None and num_running >= own.max_running
 
     def _start_at_any_cost(self, request: Request) -> bool:
         """Start a request. If that needs more memory, first give up replays, and when nothing runs, what is cached: so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,6 +158,8 @@ class StepLoop(ABC):
         room = self._scheduler.room
         if room is not None and len(requests) > room:
             raise queue_full(self._scheduler.waiting.num_requests, len(requests), self._config)
+        if self._config.tenants:
+            self._check_tenants(requests)
         with deferred():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")
@@ -171,6 +173,21 @@ class StepLoop(ABC):
                     self._discard(request)
                 self._reset_if_inconsistent(error)
                 raise
+
+    def _check_tenants(self, more: list[Request]) -> None:
+        """Refuse requests of a tenant that has as many as it may have.
+
+        Raises:
+            QueueFullError: it is refused.
+        """
+        counts = Counter(request.tenant for request in (*self.requests.values(), *more))
+        for name in {request.tenant for request in more}:
+            own = self._config.tenants.get(name)
+            if own is not None and own.max_requests is not None and counts[name] > own.max_requests:
+                raise QueueFullError(
+                    f"{name!r} would have {counts[name]} requests: Tenant(max_requests={own.max_requests}); send it "
+                    "when others of it have ended"
+                )
 
     @contextmanager
     def aborting(self, requests: list[Request]) -> Iterator[None]:

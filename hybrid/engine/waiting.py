@@ -1,9 +1,9 @@
 """The requests that wait, and whose turn it is.
 
-First come requests that were retracted, in their old order. Then come new requests, by turns between namespaces: the
-next one is the oldest of the namespace that was served the fewest tokens (fair queueing), so that many requests of one
-client do not delay another's. A request that many others have overtaken comes first, whatever its namespace was served.
-Within a namespace those with a lower `scheduling_priority` come earlier, of equals the oldest: a client cannot delay
+First come requests that were retracted, in their old order. Then come new requests, by turns between tenants: the
+next one is the oldest of the tenant that was served the fewest tokens (fair queueing), so that many requests of one
+client do not delay another's. A request that many others have overtaken comes first, whatever its tenant was served.
+Within a tenant those with a lower `scheduling_priority` come earlier, of equals the oldest: a tenant cannot delay
 others by its priorities.
 Replays come last.
 """
@@ -11,7 +11,7 @@ Replays come last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -19,7 +19,7 @@ from hybrid.engine.request import Request
 
 Item = TypeVar("Item", bound=Hashable)
 
-Entry = tuple[int, int, Item]
+Entry = tuple[float, int, Item]
 """Key, arrival, item. Arrivals differ, so that items are not compared."""
 
 MIN_DEAD = 16
@@ -27,7 +27,7 @@ MIN_DEAD = 16
 
 
 class PriorityQueue(Generic[Item]):
-    """Items by integer keys, the smallest first, of equals the one that came first.
+    """Items by numbers, the smallest first, of equals the one that came first.
 
     `put` and `remove` cost the logarithm of the number of items, on average; a visit what it visits.
     """
@@ -43,7 +43,7 @@ class PriorityQueue(Generic[Item]):
     def __contains__(self, item: object) -> bool:
         return item in self._entries
 
-    def put(self, item: Item, key: int) -> None:
+    def put(self, item: Item, key: float) -> None:
         """Add an item, or change its key."""
         self._num_put += 1
         arrival = self._entries[item][1] if item in self._entries else self._num_put
@@ -61,7 +61,7 @@ class PriorityQueue(Generic[Item]):
         del self._entries[item]
         self._bury()
 
-    def visit(self) -> Iterator[tuple[int, Item]]:
+    def visit(self) -> Iterator[tuple[float, Item]]:
         """Keys and items in order. Items may be removed meanwhile, and are not visited then; others may not be put."""
         heap = self._heap
         while heap and self._is_dead(heap[0]):
@@ -91,25 +91,30 @@ MAX_OVERTAKING = 256
 """A request starts after those that waited when it came, and at most this many others."""
 
 MAX_SERVED = 4096
-"""Namespaces of which nothing waits, and of which what they were served is known: at least this many, at most twice."""
+"""Tenants of which nothing waits, and of which what they were served is known: at least this many, at most twice."""
 
 
 class WaitingQueue:
-    """Requests in the order in which they may start. What a step costs does not depend on how many wait."""
+    """Requests in the order in which they may start. What a step costs does not depend on how many wait.
 
-    def __init__(self) -> None:
+    Args:
+        weight_of: how much a tenant is to be served in comparison with others; None: all alike.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
+        self._weight_of = weight_of
         self._retracted: deque[Request] = deque()
-        self._by_namespace: dict[str, PriorityQueue[Request]] = {}  # by `scheduling_priority`
+        self._by_tenant: dict[str, PriorityQueue[Request]] = {}  # by `scheduling_priority`
         self._by_latest_turn: PriorityQueue[Request] = PriorityQueue()  # the same requests
-        self._namespaces: PriorityQueue[str] = PriorityQueue()  # those of which requests wait, by what they were served
+        self._tenants: PriorityQueue[str] = PriorityQueue()  # those of which requests wait, by what they were served
         self._replays: PriorityQueue[Request] = PriorityQueue()
-        self._served: dict[str, int] = {}
-        self._moved: set[str] = set()  # namespaces that were served since they were put into the queue
-        self._virtual_time = 0  # what the namespace that started last had been served
+        self._served: dict[str, float] = {}  # tokens, divided by the tenant's weight
+        self._moved: set[str] = set()  # tenants that were served since they were put into the queue
+        self._virtual_time: float = 0  # what the tenant that started last had been served
         self._num_started = 0
 
     def __bool__(self) -> bool:
-        return bool(self._retracted or self._by_namespace or self._replays)
+        return bool(self._retracted or self._by_tenant or self._replays)
 
     @property
     def num_replays(self) -> int:
@@ -132,13 +137,13 @@ class WaitingQueue:
             self._replays.put(request, 0)
             return
         request.latest_turn = self._num_started + self.num_requests + MAX_OVERTAKING
-        name = request.namespace
+        name = request.tenant
         self._by_latest_turn.put(request, request.latest_turn)
-        if name not in self._by_namespace:
+        if name not in self._by_tenant:
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
-            self._namespaces.put(name, self._served[name])
-            self._by_namespace[name] = PriorityQueue()
-        self._by_namespace[name].put(request, request.params.scheduling_priority)
+            self._tenants.put(name, self._served[name])
+            self._by_tenant[name] = PriorityQueue()
+        self._by_tenant[name].put(request, request.params.scheduling_priority)
 
     def return_first(self, request: Request) -> None:
         """Queue a request that has run, before all others."""
@@ -153,59 +158,61 @@ class WaitingQueue:
         else:
             if request in self._by_latest_turn:
                 self._by_latest_turn.remove(request)
-            self._remove_of(request.namespace, request)
+            self._remove_of(request.tenant, request)
 
     def _remove_of(self, name: str, request: Request) -> None:
-        own = self._by_namespace.get(name)
+        own = self._by_tenant.get(name)
         if own is not None and request in own:
             own.remove(request)
         if not own:  # also where an exception has come while it was added, or removed
-            self._by_namespace.pop(name, None)
-            if name in self._namespaces:
-                self._namespaces.remove(name)
+            self._by_tenant.pop(name, None)
+            if name in self._tenants:
+                self._tenants.remove(name)
             if name in self._served and self._served[name] <= self._virtual_time:
                 del self._served[name]
 
     def started(self, request: Request, num_tokens: int) -> None:
-        """A request starts: remove it, and count its prompt as service of its namespace.
+        """A request starts: remove it, and count its prompt as service of its tenant.
 
         Args:
             num_tokens: tokens of the prompt that have to be computed.
         """
-        name = request.namespace
+        name = request.tenant
         if not request.is_replay and request not in self._retracted:
             self._num_started += 1
             self._virtual_time = max(self._virtual_time, self._served[name])
             self.serve(name, num_tokens)
         self.remove(request)
 
-    def serve(self, namespace: str, num_tokens: int) -> None:
-        """Count tokens as service of a namespace."""
-        self._served[namespace] = self._served.get(namespace, self._virtual_time) + num_tokens
-        if namespace in self._by_namespace:
-            self._moved.add(namespace)
-        if len(self._served) > 2 * MAX_SERVED + len(self._by_namespace):
+    def serve(self, tenant: str, num_tokens: int) -> None:
+        """Count tokens as service of a tenant."""
+        counted = num_tokens if self._weight_of is None else num_tokens / self._weight_of(tenant)
+        self._served[tenant] = self._served.get(tenant, self._virtual_time) + counted
+        if tenant in self._by_tenant:
+            self._moved.add(tenant)
+        if len(self._served) > 2 * MAX_SERVED + len(self._by_tenant):
             self._forget_least()
 
     def _forget_least(self) -> None:
-        """Forget what namespaces of which nothing waits were served, but for those that were served the most: the
+        """Forget what tenants of which nothing waits were served, but for those that were served the most: the
         others come again as new ones do."""
-        idle = sorted(self._served.keys() - self._by_namespace.keys(), key=lambda name: self._served[name])
+        idle = sorted(self._served.keys() - self._by_tenant.keys(), key=lambda name: self._served[name])
         for name in idle[:-MAX_SERVED]:
             del self._served[name]
 
-    def num_served(self, namespace: str) -> int:
-        """Tokens that a namespace was served, counted from where the others were when it came."""
-        return self._served.get(namespace, self._virtual_time)
+    def num_served(self, tenant: str) -> float:
+        """Tokens that a tenant was served, divided by its weight and counted from where the others were when it
+        came."""
+        return self._served.get(tenant, self._virtual_time)
 
     def in_turn(self, skipped: Set[str]) -> Iterator[Request]:
         """Requests in the order in which they may start, while the caller starts some of them.
 
         Args:
-            skipped: namespaces of which no new request may start. The caller may add to it.
+            skipped: tenants of which no new request may start. The caller may add to it.
         """
-        for name in self._moved & self._by_namespace.keys():
-            self._namespaces.put(name, self._served[name])
+        for name in self._moved & self._by_tenant.keys():
+            self._tenants.put(name, self._served[name])
         self._moved.clear()
         yield from tuple(self._retracted)
         offered: set[Request] = set()
@@ -215,7 +222,7 @@ class WaitingQueue:
             while urgent is not None and urgent[0] <= self._num_started:
                 request = urgent[1]
                 urgent = next(latest_turns, None)
-                if request in self._by_latest_turn and request not in offered and request.namespace not in skipped:
+                if request in self._by_latest_turn and request not in offered and request.tenant not in skipped:
                     offered.add(request)
                     yield request
             following = next(turns, None)
@@ -227,15 +234,15 @@ class WaitingQueue:
         yield from (replay for _, replay in self._replays.visit())
 
     def _by_turns(self, skipped: Set[str]) -> Iterator[Request]:
-        """The requests of all namespaces, each time the next one of the namespace that was served the fewest tokens."""
-        others = self._namespaces.visit()
+        """The requests of all tenants, each time the next one of the tenant that was served the fewest tokens."""
+        others = self._tenants.visit()
         following = next(others, None)
-        begun: list[tuple[int, str]] = []
-        queues: dict[str, Iterator[tuple[int, Request]]] = {}
+        begun: list[tuple[float, str]] = []
+        queues: dict[str, Iterator[tuple[float, Request]]] = {}
         while begun or following is not None:
             if following is not None and (not begun or following[0] < begun[0][0]):
                 (served, name), following = following, next(others, None)
-                queues[name] = self._by_namespace[name].visit() if name in self._by_namespace else iter(())
+                queues[name] = self._by_tenant[name].visit() if name in self._by_tenant else iter(())
             else:
                 served, name = heappop(begun)
             if self.num_served(name) > served:  # an overtaken request of it has started meanwhile

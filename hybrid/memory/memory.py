@@ -405,8 +405,12 @@ def _elastic_sizes(layout: PieceLayout, page_bytes: int, state_bytes: int) -> Un
 
 def _too_small(memory: int, page_bytes: int, state_bytes: int, state_share: float | None) -> MemoryBudgetError:
     needed = smallest_memory(1, page_bytes, state_bytes, state_share)
+    if state_share is None:
+        pieces, piece = EXTRA_PIECES + 1, PieceLayout.of(page_bytes, state_bytes).num_bytes
+        parts = f"{pieces} pieces of {format_bytes(piece)}, each a state of {format_bytes(state_bytes)} or pages"
+    else:
+        parts = f"{MIN_STATE_SLOTS} states of {format_bytes(state_bytes)} in state_share={state_share:g} of it"
     return MemoryBudgetError(
         f"CacheConfig: memory={format_bytes(memory)} does not suffice; one request needs at least "
-        f"{format_bytes(needed)} ({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, a page of "
-        f"{format_bytes(page_bytes)}): CacheConfig(memory={needed})"
+        f"{format_bytes(needed)} ({parts}; a page has {format_bytes(page_bytes)}): CacheConfig(memory={needed})"
     )

@@ -213,9 +213,15 @@ class PendingPrompt:
     num_bytes: int = 0
     arrived: float = field(default_factory=time.perf_counter)
 
+    @property
+    def tenant(self) -> str:
+        """Who sends it."""
+        own = self.params.tenant if isinstance(self.params, SamplingParams) else None
+        return own or self.namespace
+
 
 class AdmissionQueue:
-    """Prompts that wait until the engine takes another request, by turns between namespaces.
+    """Prompts that wait until the engine takes another request, by turns between tenants.
 
     Attributes:
         num_bytes: of all of them.
@@ -223,66 +229,66 @@ class AdmissionQueue:
 
     def __init__(self) -> None:
         self.num_bytes: int = 0
-        self._by_namespace: OrderedDict[str, OrderedDict[Inbox, PendingPrompt]] = (
+        self._by_tenant: OrderedDict[str, OrderedDict[Inbox, PendingPrompt]] = (
             OrderedDict()
         )  # both with the next one first
-        self._namespaces: dict[Inbox, str] = {}
+        self._tenants: dict[Inbox, str] = {}
 
     def __len__(self) -> int:
-        return len(self._namespaces)
+        return len(self._tenants)
 
     def __contains__(self, inbox: object) -> bool:
-        return inbox in self._namespaces
+        return inbox in self._tenants
 
     def __iter__(self) -> Iterator[tuple[Inbox, PendingPrompt]]:
-        for own in self._by_namespace.values():
+        for own in self._by_tenant.values():
             yield from own.items()
 
     def add(self, inbox: Inbox, asked: PendingPrompt) -> None:
         """Another one waits; its outputs go to the inbox."""
-        self._by_namespace.setdefault(asked.namespace, OrderedDict())[inbox] = asked
-        self._namespaces[inbox] = asked.namespace
+        self._by_tenant.setdefault(asked.tenant, OrderedDict())[inbox] = asked
+        self._tenants[inbox] = asked.tenant
         self.num_bytes += asked.num_bytes
 
     def next(self, skipped: Container[str] = ()) -> tuple[Inbox, PendingPrompt] | None:
         """Remove and return the one whose turn it is. None: there is none.
 
         Args:
-            skipped: namespaces whose turn it is not.
+            skipped: tenants whose turn it is not.
         """
-        turns = self._by_namespace.items()
+        turns = self._by_tenant.items()
         found = next(((name, own) for name, own in turns if own and name not in skipped), None)
         if found is None:
             return None
-        namespace, own = found
+        tenant, own = found
         inbox, asked = own.popitem(last=False)  # at first: it is not offered twice, whatever raises
-        self._namespaces.pop(inbox, None)
+        self._tenants.pop(inbox, None)
         self.num_bytes -= asked.num_bytes
         if own:
-            self._by_namespace.move_to_end(namespace)
+            self._by_tenant.move_to_end(tenant)
         else:
-            del self._by_namespace[namespace]
+            del self._by_tenant[tenant]
         return inbox, asked
 
     def put_back(self, inbox: Inbox, asked: PendingPrompt) -> None:
         """The one that was removed last could not be taken: it is the next again."""
         self.add(inbox, asked)
-        self._by_namespace[asked.namespace].move_to_end(inbox, last=False)
-        self._by_namespace.move_to_end(asked.namespace, last=False)
+        self._by_tenant[asked.tenant].move_to_end(inbox, last=False)
+        self._by_tenant.move_to_end(asked.tenant, last=False)
 
     def remove(self, inbox: Inbox) -> None:
         """Forget the one of an inbox, if it waits."""
-        namespace = self._namespaces.pop(inbox, None)
-        if namespace is None:
+        tenant = self._tenants.pop(inbox, None)
+        if tenant is None:
             return
-        own = self._by_namespace[namespace]
+        own = self._by_tenant[tenant]
         self.num_bytes -= own.pop(inbox).num_bytes
         if not own:
-            del self._by_namespace[namespace]
+            del self._by_tenant[tenant]
 
     def mend(self) -> None:
         """Make it consistent after an exception in one of the calls. Who was added or removed then may be there."""
-        for namespace in [name for name, own in self._by_namespace.items() if not own]:
-            del self._by_namespace[namespace]
-        self._namespaces = {inbox: asked.namespace for inbox, asked in self}
+        for tenant in [name for name, own in self._by_tenant.items() if not own]:
+            del self._by_tenant[tenant]
+        self._tenants = {inbox: asked.tenant for inbox, asked in self}
         self.num_bytes = sum(asked.num_bytes for _, asked in self)

@@ -163,7 +163,7 @@ class AsyncEngine:
     Args:
         engine: that nothing else uses from now on.
         when_full: what a prompt does that finds `EngineConfig.max_waiting` requests waiting, and as many running as
-            can: "wait" until there is room, by turns between namespaces, or "refuse": `QueueFullError`.
+            can: "wait" until there is room, by turns between tenants, or "refuse": `QueueFullError`.
 
     Raises:
         ArgumentError: `when_full` is neither.

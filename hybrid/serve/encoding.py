@@ -1,7 +1,7 @@
 """Encoding prompts beside the thread that runs the engine.
 
 A prompt may be long, its template slow, its grammar large, its image of many pixels. Threads of their own make requests
-of prompts, by turns between namespaces; the engine's thread only enters what is ready. All methods but those that a
+of prompts, by turns between tenants; the engine's thread only enters what is ready. All methods but those that a
 thread of the pool calls are for the engine's thread.
 """
 
@@ -23,7 +23,7 @@ Encoded = Request | BaseException
 class EncodingPool:
     """Threads that make requests of prompts.
 
-    Prompts of one namespace have all threads but one, where there are several: another namespace's are encoded beside
+    Prompts of one tenant have all threads but one, where there are several: another tenant's are encoded beside
     the slowest. A prompt that is removed while it is encoded occupies its thread until that has ended.
 
     Args:
@@ -52,7 +52,7 @@ class EncodingPool:
         self._queue = AdmissionQueue()
         self._asked: dict[Inbox, PendingPrompt] = {}  # all that were added, until they are taken
         self._deadlines: dict[Inbox, float] = {}  # of those that are not encoded, the first one first
-        self._running: Counter[str] = Counter()  # prompts that are being encoded, by namespace
+        self._running: Counter[str] = Counter()  # prompts that are being encoded, by tenant
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
@@ -127,10 +127,10 @@ class EncodingPool:
         most = max(1, self._num_threads - 1)
         with self._changed:
             while not self._is_closed:
-                full = {namespace for namespace, count in self._running.items() if count >= most}
+                full = {tenant for tenant, count in self._running.items() if count >= most}
                 following = self._queue.next(full)
                 if following is not None:
-                    self._running[following[1].namespace] += 1
+                    self._running[following[1].tenant] += 1
                     return following
                 self._changed.wait()
         return None
@@ -142,7 +142,7 @@ class EncodingPool:
         except BaseException as error:
             encoded = error
         with self._changed:
-            self._running[asked.namespace] -= 1
+            self._running[asked.tenant] -= 1
             self._running += Counter()  # without those that are zero
             self._deadlines.pop(inbox, None)
             self._changed.notify_all()

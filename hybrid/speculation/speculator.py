@@ -553,7 +553,12 @@ class Speculator:
 
     def _count_refusal(self, asked: _Asked, error: BaseException) -> None:
         if not asked.stats.refused:
-            log.warning("drafts are refused: %s: %s", type(error).__name__, error)
+            log.warning(
+                "the drafter %s gives no drafts that can be used, and answers are computed without those: %s: %s",
+                asked.name,
+                type(error).__name__,
+                error,
+            )
         asked.stats.refused += 1
 
 

@@ -377,6 +377,14 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_command_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code in (None, 0)
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command.name} " in shown for command in COMMANDS)
+
+
 SMALL = {
     "generate": ["tiny", "a", "--max-new-tokens", "2"],
     "tree": ["a", "--max-new-tokens", "2"],

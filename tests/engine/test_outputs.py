@@ -4,6 +4,7 @@ closed."""
 import asyncio
 import gc
 import random
+import re
 import threading
 import weakref
 from collections import defaultdict
@@ -112,6 +113,24 @@ def test_a_stream_of_text_has_its_output_and_works_in_with(tiny: Engine) -> None
     assert stream.output.finish_reason == "abort"
     assert stream.output.text == first
     assert_nothing_held(engine)
+
+
+def test_an_engine_and_its_cache_say_what_they_are(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    answer(engine, ids(40), greedy(2))
+    assert re.fullmatch(r"HybridCache\(.+iB, .+iB free, \d+ pages, \d+ checkpoints cached\)", repr(engine.cache))
+    assert repr(engine).startswith("Engine(tiny, cpu, float32, HybridCache(")
+    engine.close()
+    assert repr(engine) == "Engine(tiny, cpu, float32, closed)"
+    assert repr(engine_without_model(10, 4)).startswith("Engine(SimpleNamespace, cpu, HybridCache(0 pages")
+
+
+def test_the_progress_bar_shows_tokens_per_second(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybrid.engine.engine.PROGRESS_SECONDS", 0.0)
+    engine_on(tiny).generate([TEXTS[0], TEXTS[1]], greedy(9), progress=True)
+    assert re.search(r"\d+ tokens/s", capsys.readouterr().err)
 
 
 def test_errors_have_codes_for_programs(tiny: Engine) -> None:

@@ -6,7 +6,17 @@ from typing import Any, cast
 
 import pytest
 
-from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError, RequestOutput, SamplingParams
+from hybrid import (
+    ArgumentError,
+    CacheConfig,
+    Engine,
+    EngineConfig,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Tenant,
+)
 from hybrid.engine.waiting import MAX_OVERTAKING, MAX_SERVED, WaitingQueue
 from support.calls import calls_of
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
@@ -55,6 +65,45 @@ def test_namespaces_get_equal_shares_of_seats_and_of_a_step() -> None:
         engine.scheduler.roll_back(step)
         engine.step()
     assert max(served.values()) <= 1.5 * min(served.values())
+
+
+def test_tenants_who_share_a_namespace_get_turns_and_shares_of_their_weights() -> None:
+    config = EngineConfig(
+        max_num_seqs=8, max_num_batched_tokens=200, tenants={"a": Tenant(weight=3), "c": Tenant(max_running=1)}
+    )
+    engine = engine_without_model(pages=4000, states=80, config=config)
+    tenants = {}
+    for name, count in (("a", 80), ("b", 80), ("c", 5)):
+        for seed in range(count):
+            tenants[engine.add_request(ids(60, seed=1000 * ord(name) + seed), greedy(20, tenant=name))] = name
+    served = {"a": 0, "b": 0, "c": 0}
+    for _ in range(150):
+        for output in engine.step():
+            served[tenants[output.request_id]] += output.finish_reason is not None
+        assert sum(request.tenant == "c" for request in engine.scheduler.running if not request.is_replay) <= 1
+    assert served["c"] >= 3
+    assert 2 <= served["a"] / served["b"] <= 4
+    late = engine.add_request(ids(60, seed=999), greedy(2, tenant="late"))
+    assert steps_to_first_token(engine, late) <= 30
+
+
+def test_a_tenant_has_as_many_requests_as_it_may(tiny: Engine) -> None:
+    config = replace(tiny.config, tenants={"a": Tenant(max_requests=2)})
+    engine = Engine(tiny.loaded, engine_on(tiny).cache, config)
+    first = engine.add_request(ids(20), greedy(3, tenant="a"))
+    engine.add_request(ids(20), greedy(3), namespace="a")
+    engine.step()
+    with pytest.raises(QueueFullError, match=r"'a' would have 3 requests: Tenant\(max_requests=2\)"):
+        engine.add_request(ids(20), greedy(3, tenant="a"))
+    engine.add_request(ids(20), greedy(3))
+    assert first in run_to_end(engine)
+    engine.add_request(ids(20), greedy(3, tenant="a"))
+    run_to_end(engine)
+    for wrong in ({"weight": 0}, {"weight": float("inf")}, {"max_running": 0}, {"max_requests": 1.5}):
+        with pytest.raises(ArgumentError, match=f"Tenant: {next(iter(wrong))}"):
+            Tenant(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="tenants must be a dict"):
+        EngineConfig(tenants={"a": 2})  # type: ignore[dict-item]
 
 
 def test_within_a_namespace_requests_start_in_the_order_in_which_they_came() -> None:
@@ -141,7 +190,7 @@ class Waits:
     num_computed = 0
 
     def __init__(self, namespace: str, priority: int = 0) -> None:
-        self.namespace = namespace
+        self.tenant = namespace
         self.params = SamplingParams(scheduling_priority=priority)
 
 
@@ -164,23 +213,23 @@ def test_turns_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.Monkey
             waiting.remove(request)
         skipped = {f"n{rng.randrange(6)}"}
         passed: set[Any] = set()  # offered, and not started
-        served = {request.namespace: queue.num_served(request.namespace) for request in waiting}
+        served = {request.tenant: queue.num_served(request.tenant) for request in waiting}
         for request, _ in zip(queue.in_turn(skipped), range(rng.randrange(25)), strict=False):
-            assert request.namespace not in skipped
-            left = [other for other in waiting if other.namespace not in skipped and other not in passed]
+            assert request.tenant not in skipped
+            left = [other for other in waiting if other.tenant not in skipped and other not in passed]
             urgent = [other for other in left if other.latest_turn <= num_started]
-            least = min(served[other.namespace] for other in left)
+            least = min(served[other.tenant] for other in left)
             if urgent:
                 assert request.latest_turn == min(other.latest_turn for other in urgent)
             else:
-                assert served[request.namespace] == least
-                own = [other for other in left if other.namespace == request.namespace]
+                assert served[request.tenant] == least
+                own = [other for other in left if other.tenant == request.tenant]
                 assert request is min(own, key=lambda other: other.params.scheduling_priority)
             if rng.random() < 0.7:
                 queue.started(request, request.prefill_end - request.num_computed)
                 num_started += 1
                 waiting.remove(request)
-                served[request.namespace] = queue.num_served(request.namespace)
+                served[request.tenant] = queue.num_served(request.tenant)
             else:
                 passed.add(request)
         queue.serve(f"n{rng.randrange(6)}", rng.randrange(200))
@@ -195,7 +244,7 @@ def test_a_namespace_that_comes_late_is_served_as_the_others_are_from_then_on() 
         names = []
         for request, _ in zip(queue.in_turn(set()), range(count), strict=False):
             queue.started(request, 100)
-            names.append(request.namespace)
+            names.append(request.tenant)
         return names
 
     for _ in range(20):
