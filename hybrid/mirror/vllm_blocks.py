@@ -108,17 +108,19 @@ class VllmBlocks:
         found = self._found(hashes, hit)
         if not self._fits(found, num_prompt, hit):
             return None
-        tables: list[list[int | None]] = [[] for _ in self._blocks_of]
         junction = num_pages if num_pages > hit else 0
         kept = {at_most - 1, junction - 1} if self._retention is not None else None
-        holding = Holding(hit, num_pages, num_prompt, self._size, kept, tables)
+        holding = Holding(hit, num_pages, num_prompt, self._size, kept, found)
         if budget is not None and self.end_of_step(holding, num_prompt, budget) == holding.computed:
             return None
-        for blocks, mine in zip(found, tables, strict=True):
+        free, references = self._free, self._references
+        for blocks in found:
             for block in blocks:
-                if block is not None:
-                    self._hold(block)
-            mine.extend(blocks)
+                if block in references:
+                    references[block] += 1
+                elif block is not None:
+                    references[block] = 1
+                    del free[block]
         return holding
 
     def advance(self, holding: Holding, hashes: Hashes, end: int) -> bool:
@@ -164,17 +166,22 @@ class VllmBlocks:
 
     def _pages(self, hashes: Hashes, at_most: int) -> int:
         """Blocks from the beginning on that all groups of attention have."""
-        groups = self._blocks_of[: self._attention]
-        for number in range(at_most):
-            if not all(hashes[number] in group for group in groups):
-                return number
-        return at_most
+        num_pages = at_most
+        for group in self._blocks_of[: self._attention]:
+            for number in range(num_pages):
+                if hashes[number] not in group:
+                    num_pages = number
+                    break
+        return num_pages
 
     def _state(self, hashes: Hashes, num_pages: int) -> int:
         """The last of these blocks at whose end all groups of states have one."""
         groups = self._blocks_of[self._attention :]
         for number in range(num_pages, 0, -1):
-            if all(hashes[number - 1] in group for group in groups):
+            for group in groups:
+                if hashes[number - 1] not in group:
+                    break
+            else:
                 return number
         return 0
 
@@ -194,69 +201,66 @@ class VllmBlocks:
         needed = ceil_div(num_prompt, self._size) - hit
         return self._attention * needed + self._states * min(1, needed) <= free
 
-    def _hold(self, block: int) -> None:
-        self._free.pop(block, None)
-        self._references[block] = self._references.get(block, 0) + 1
-
     def _release(self, numbers: range, mine: list[int | None]) -> None:
         """Give up blocks of a request: those with a hash are taken last, those without first."""
-        first = []
+        free, references, first = self._free, self._references, []
         for number in numbers:
-            block, mine[number] = mine[number], None
+            block = mine[number]
             if block is None:
                 continue
-            self._references[block] -= 1
-            if self._references[block]:
+            mine[number] = None
+            if references[block] > 1:
+                references[block] -= 1
                 continue
-            del self._references[block]
-            self._free[block] = None
+            del references[block]
+            free[block] = None
             if block not in self._hash_of:
                 first.append(block)
         for block in reversed(first):
-            self._free.move_to_end(block, last=False)
+            free.move_to_end(block, last=False)
 
     def _extend(self, held: list[list[int | None]], num_blocks: int) -> bool:
         """Take blocks for a step: one for each block of attention, one of each group of states."""
-        missing = [num_blocks - len(mine) for mine in held]
-        wanted = sum(
-            more if group < self._attention else min(more, 1) for group, more in enumerate(missing) if more > 0
-        )
+        missing = [max(0, num_blocks - len(mine)) for mine in held]
+        wanted = sum(missing[: self._attention]) + sum(more > 0 for more in missing[self._attention :])
         if wanted > self._num_blocks - len(self._references):
             return False
-        for group, mine in enumerate(held):
-            if missing[group] <= 0:
-                continue
-            if group >= self._attention:
-                mine.extend([None] * (missing[group] - 1))
-            while len(mine) < num_blocks:
-                mine.append(self._take())
+        for group, (mine, more) in enumerate(zip(held, missing, strict=True)):
+            if more and group >= self._attention:
+                mine.extend([None] * (more - 1))
+                more = 1
+            if more:
+                self._take(more, mine)
         return True
 
-    def _take(self) -> int:
-        """The block that is free and was released first. What it held is lost."""
-        if self._num_new < self._num_blocks:  # never used ones come first: they were at the front of the queue
-            front = next(iter(self._free), None)
-            if front is None or front in self._hash_of:
-                block = self._num_new
-                self._num_new += 1
-                self._references[block] = 1
-                return block
-        block, _ = self._free.popitem(last=False)
-        self._references[block] = 1
-        named = self._hash_of.pop(block, None)
-        if named is not None:
-            group, number = named
-            blocks = self._blocks_of[group][number]
-            blocks.remove(block)
-            if not blocks:
-                del self._blocks_of[group][number]
-        return block
+    def _take(self, count: int, into: list[int | None]) -> None:
+        """Take the blocks that are free and were released first. What they held is lost."""
+        free, references, hash_of = self._free, self._references, self._hash_of
+        for _ in range(count):
+            if self._num_new < self._num_blocks:  # never used ones come first: they were at the front of the queue
+                front = next(iter(free), None)
+                if front is None or front in hash_of:
+                    into.append(self._num_new)
+                    references[self._num_new] = 1
+                    self._num_new += 1
+                    continue
+            block, _ = free.popitem(last=False)
+            references[block] = 1
+            into.append(block)
+            named = hash_of.pop(block, None)
+            if named is not None:
+                group, number = named
+                blocks = self._blocks_of[group][number]
+                if len(blocks) == 1:
+                    del self._blocks_of[group][number]
+                else:
+                    blocks.remove(block)
 
     def _name(
         self, group: int, mine: list[int | None], hashes: Hashes, start: int, end: int, kept: set[int] | None
     ) -> None:
         """Name blocks that are full by the hash of all tokens up to their end."""
-        is_state = group >= self._attention
+        is_state, named = group >= self._attention, self._blocks_of[group]
         for number in range(start, end):
             block = mine[number]
             if block is None:
@@ -267,4 +271,7 @@ class VllmBlocks:
             self._hash_of[block] = group, hashes[number]
             if is_state and self._named is not None:
                 self._named.add(hashes[number])
-            self._blocks_of[group].setdefault(hashes[number], []).append(block)
+            if (blocks := named.get(hashes[number])) is None:
+                named[hashes[number]] = [block]
+            else:
+                blocks.append(block)

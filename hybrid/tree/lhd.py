@@ -435,12 +435,18 @@ class ExposureCounts:
         self._spent += passed.dot(self._full)
 
     def _have(self, num_groups: int) -> None:
-        while num_groups > len(self._spent):
-            self._counts, self._inside, self._coming = (
-                np.concatenate([column, np.zeros_like(column)], axis=-1)
-                for column in (self._counts, self._inside, self._coming)
-            )
-            self._spent = np.concatenate([self._spent, np.zeros_like(self._spent)])
+        width = len(self._spent)
+        if num_groups <= width:
+            return
+        while num_groups > width:
+            width *= 2
+        wider = np.zeros((len(self._counts), width), np.float32)
+        used = slice(max(0, -self._first), None)  # rows before request 0 are empty: memory that is not touched is free
+        wider[used, : self._counts.shape[1]] = self._counts[used]
+        self._counts = wider
+        self._inside = np.pad(self._inside, ((0, 0), (0, width - self._inside.shape[1])))
+        self._coming = np.pad(self._coming, ((0, 0), (0, 0), (0, width - self._coming.shape[2])))
+        self._spent = np.pad(self._spent, ((0, width - len(self._spent)), (0, 0)))
 
     def _reach(self, last: int) -> None:
         """Have a row for a request; what is then older than the rows has reached the last bin."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -53,25 +54,38 @@ class Visit:
 
     Attributes:
         options: its own.
-        ids: the key's bytes, one hash for each full block so far.
+        key: one hash for each full block so far.
         lock: on the pages that it uses; None: it uses none.
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
         lru_found: tokens that vLLM's own order of eviction would have found.
+        is_apart: the tree may have let go of blocks that it uses.
         is_first: it waits for room for the first time.
         is_shadowed: it has begun under vLLM's own order of eviction.
         shadow: what it would hold there; None: it has not begun, or had no room.
     """
 
-    __slots__ = ("found", "ids", "is_first", "is_shadowed", "lock", "lru_found", "num_pages", "options", "shadow")
+    __slots__ = (
+        "found",
+        "is_apart",
+        "is_first",
+        "is_shadowed",
+        "key",
+        "lock",
+        "lru_found",
+        "num_pages",
+        "options",
+        "shadow",
+    )
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
-        self.ids: bytes = b""
+        self.key: Key = Key(b"")
         self.lock: Lock | None = None
         self.num_pages: int = 0
         self.found: int | None = None
         self.lru_found: int = 0
+        self.is_apart: bool = False
         self.is_first: bool = False
         self.is_shadowed: bool = False
         self.shadow: Holding | None = None
@@ -128,8 +142,6 @@ class Mirror:
         self._wrap(manager, "pop_blocks_for_free", self._free)
         self._wrap(manager, "reset_prefix_cache", self._reset_prefix_cache)
         self._wrap(manager.coordinator, "cache_blocks", self._cache_blocks)
-        for group in states:
-            self._wrap(group, "cache_blocks", self._cache_states)
 
     def _renew(self) -> None:
         self._owned.clear()
@@ -171,12 +183,7 @@ class Mirror:
     # Wrapping
 
     def _wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        theirs = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return ours(theirs, *args, **kwargs)
-
-        setattr(owner, name, wrapped)
+        setattr(owner, name, partial(ours, getattr(owner, name)))
         self._wrapped.append((owner, name))
 
     def _fail(self, error: Exception, taken: list[Block]) -> Any:
@@ -220,27 +227,35 @@ class Mirror:
         return allocated
 
     def _cache_blocks(self, theirs: Callable[..., Any], request: Any, num_tokens: int) -> None:
-        rid = request.request_id
+        rid, size, past = request.request_id, self._block_size, num_tokens - request.num_prompt_tokens
         num_pages, num_states = self._num_cached(rid)
-        theirs(request, num_tokens)
-        now = self._num_cached(rid)
-        is_new = now[0] > num_pages or now[1] > num_states
-        # The steps in which vLLM takes blocks or lets go of some: at the prompt's end, at a block's, and after these.
-        past = num_tokens - request.num_prompt_tokens
-        if (is_new or 0 <= past <= 1 or num_tokens % self._block_size == 1) and self.failure is None:
+        # vLLM takes blocks or lets go of some at the prompt's end, at a block's, and after these. It calls this for
+        # every token of an answer: of all others nothing follows.
+        if num_tokens // size <= num_pages and past > 1 and num_tokens % size != 1:
+            return theirs(request, num_tokens)
+        answers = self._states if past > 0 and self.failure is None else ()
+        for group in answers:
+            group.cache_blocks = partial(self._cache_states, group.cache_blocks)
+        try:
+            theirs(request, num_tokens)
+        finally:
+            for group in answers:
+                del group.cache_blocks
+        if self.failure is None:
             try:
                 self.computed(request, num_tokens)
-                if is_new:
+                now = self._num_cached(rid)
+                if now[0] > num_pages or now[1] > num_states:
                     self.cached(request, num_states, *now)
             except Exception as error:
                 self._fail(error, [])
+        return None
 
     def _cache_states(
         self, theirs: Callable[..., Any], request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
         """Keep the state at the last block of an answer too: the next turn continues there."""
-        if num_tokens > request.num_prompt_tokens:
-            kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
+        kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
         theirs(request, num_tokens, *args, **kwargs)
 
     def _free(self, theirs: Callable[..., Any], request: Any) -> Any:
@@ -278,7 +293,7 @@ class Mirror:
         """
         visit, is_new = self._visit(request), request.request_id not in self.visits
         size = self._block_size
-        found, known = self.visits.match(request.request_id, Key(visit.ids), self._limit(request))
+        found, known = self.visits.match(request.request_id, visit.key, self._limit(request))
         visit.found = num_tokens
         if is_new:
             visit.is_first = True
@@ -314,7 +329,7 @@ class Mirror:
 
     def protect(self, request: Any, visit: Visit) -> None:
         """Protect what a request has found, from what makes room for the rest of it."""
-        found = self.tree.peek(Key(visit.ids), self._limit(request))
+        found = self.tree.peek(visit.key, self._limit(request))
         if found.deepest is not None:
             visit.lock = self.tree.lock_match(found)
         if found.checkpoint is not None:
@@ -356,9 +371,9 @@ class Mirror:
         What is kept of them enters the tree.
         """
         visit, rid = self._visit(request), request.request_id
-        key = Key(visit.ids)
+        key = visit.key
         blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
-        if any(block.block_hash is None for block in chain.from_iterable(blocks)):
+        if visit.is_apart and any(block.block_hash is None for block in chain.from_iterable(blocks)):
             self._set_apart(visit)  # the tree has let go of blocks that it uses: they cannot be found any more
             return
         tables = [group.req_to_blocks[rid] for group in self._states]
@@ -477,6 +492,7 @@ class Mirror:
 
     def _set_apart(self, visit: Visit) -> None:
         self._unlock(visit)
+        visit.is_apart = True
         self.counts.set_apart += 1
 
     def _kind(self, request: Any, num_blocks: int) -> Kind:
@@ -493,8 +509,9 @@ class Mirror:
         if visit is None:
             visit = self._requests[request.request_id] = Visit(self._options_of(request))
         hashes = request.block_hashes
-        if len(hashes) * HASH_BYTES > len(visit.ids):
-            visit.ids += b"".join(one[:HASH_BYTES] for one in hashes[len(visit.ids) // HASH_BYTES :])
+        ids = visit.key.ids
+        if len(hashes) * HASH_BYTES > len(ids):
+            visit.key = Key(ids + b"".join([one[:HASH_BYTES] for one in hashes[len(ids) // HASH_BYTES :]]))
         return visit
 
     def _options_of(self, request: Any) -> RequestOptions:
