@@ -91,7 +91,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     [
         ("temperature", -1),
         ("temprature", 1),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("messages", []),
         ("messages", [{"role": "user"}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),

@@ -70,7 +70,7 @@ def test_items_are_the_messages_of_a_chat(post: Poster) -> None:
         ("input", []),
         ("input", [{"type": "reasoning"}]),
         ("tools", [{"type": "web_search"}]),
-        ("max_output_tokens", 0),
+        ("max_output_tokens", -1),
         ("text", {"format": {"type": "xml"}}),
         ("include", ["x"]),
     ],
