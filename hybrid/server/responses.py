@@ -313,7 +313,7 @@ class ResponseWriter:
         if self._tools.forced is not None and self._tools.only is None:
             if (call := called(self._text, None)) is not None:
                 events = self._write("function_call", call["function"]["arguments"], call["function"]["name"])
-        elif self._item is None and not self._items:
+        elif self._item is None and not self._items and output.token_ids:
             events = self._write("message", "")
         events += self._close(status)
         return events + self._event(f"response.{status}", response=self._response(status, self._items, output))
@@ -336,7 +336,7 @@ class ResponseWriter:
             if call is not None:
                 items.append(_item("function_call", call["function"]["arguments"], status, call["function"]["name"]))
             return self._response(status, items, output)
-        if change.text or not change.calls:
+        if change.text or (change.token_ids and not change.calls):
             items.append(_item("message", change.text, status))
         for made in change.calls:
             items.append(_item("function_call", orjson.dumps(made.arguments).decode(), status, made.name))

@@ -47,8 +47,7 @@ def openai_params(fields: Fields, own: SamplingParams, max_tokens: int, *length:
     lengths = {name: value for name in length if (value := fields.take(name)) is not None}
     used = next(iter(lengths), length[0])
     given["max_new_tokens"] = lengths.get(used, max_tokens)
-    if (seconds := pin_seconds(fields)) is not None:
-        given["pin_for"] = seconds
+    given |= cache_options(fields)
     fields.ignore(*HARMLESS)
     return changed(own, given, fields, used)
 
@@ -83,16 +82,22 @@ def token_numbers(fields: Fields, values: dict[str, Any]) -> dict[int, Any]:
     return found
 
 
-def pin_seconds(fields: Fields) -> float | None:
-    """Seconds for which the prefix of a request is kept from eviction; None: as long as it is worth it."""
+def cache_options(fields: Fields) -> dict[str, Any]:
+    """Parameters for what is kept of a prompt: seconds for which it is not evicted, and that there is no answer.
+
+    Raises:
+        HttpError: an option is not known.
+    """
     retention = RETENTION[fields.one_of("prompt_cache_retention", tuple(RETENTION), "in_memory")]
     options = fields.nested("prompt_cache_options")
     if options is None:
-        return retention
+        return {} if retention is None else {"pin_for": retention}
     ttl = options.one_of("ttl", tuple(TTL), "")
     options.one_of("mode", ("implicit", "explicit"), "implicit")  # what is worth it is kept in any case
+    is_alone = options.boolean("prewarm")
     options.close()
-    return TTL[ttl] if ttl else retention
+    seconds = TTL[ttl] if ttl else retention
+    return ({"max_new_tokens": 0} if is_alone else {}) | ({} if seconds is None else {"pin_for": seconds})
 
 
 def structured_of(fields: Fields) -> dict[str, Any] | None:

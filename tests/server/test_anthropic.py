@@ -124,3 +124,28 @@ def test_the_client_of_anthropic(post: Poster) -> None:
         assert "".join(stream.text_stream) == answer.content[0].text
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
         client.messages.create(model="tiny", max_tokens=8, messages=ASKED, stop_sequences=[""] * 2)
+
+
+def test_a_breakpoint_keeps_what_is_before_it(post: Poster) -> None:
+    """Both APIs name the end of a text: the prompt is the same, and a checkpoint is pinned there."""
+    long = "The breakpoint stands after this text. " * 12
+    plain = {"role": "user", "content": [{"type": "text", "text": long}, {"type": "text", "text": "One?"}]}
+    marked = {"role": "user", "content": [{"type": "text", "text": long, "cache_control": {"type": "ephemeral"}}]}
+    marked["content"].append({"type": "text", "text": "One?"})
+    other = {"role": "user", "content": long + "Two?"}
+    counted = [post("/v1/messages/count_tokens", messages=[one]).json()["input_tokens"] for one in (plain, marked)]
+    assert counted[0] == counted[1]
+    pins = post.get("/metrics").text.split('hybrid:pins{engine="0",model_name="tiny"} ')[1].split()[0]
+    assert message(post, messages=[marked]).status_code == 200
+    after = post.get("/metrics").text.split('hybrid:pins{engine="0",model_name="tiny"} ')[1].split()[0]
+    assert float(after) == float(pins) + 1
+    usage = message(post, messages=[other]).json()["usage"]
+    assert usage["cache_read_input_tokens"] >= len(long) // 8
+
+
+def test_a_prompt_is_computed_in_advance(post: Poster) -> None:
+    body = {"messages": [{"role": "user", "content": "To be asked later on. " * 20}]}
+    made = message(post, **body, max_tokens=0).json()
+    assert made["content"] == [] and made["usage"]["output_tokens"] == 0 and made["stop_reason"] == "max_tokens"
+    again = message(post, **body).json()["usage"]
+    assert again["cache_read_input_tokens"] == made["usage"]["cache_creation_input_tokens"] > 0

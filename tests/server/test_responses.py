@@ -42,6 +42,14 @@ def test_a_stream_has_the_response_that_is_whole(post: Poster, body: Any) -> Non
     assert pieces == (item["content"][0]["text"] if item["type"] == "message" else item["arguments"])
 
 
+def test_a_prompt_is_computed_in_advance(post: Poster) -> None:
+    prompt = "To be asked after a while. " * 12
+    made = respond(post, input=prompt, prompt_cache_options={"prewarm": True, "ttl": "30m"}).json()
+    assert made["output"] == [] and made["usage"]["output_tokens"] == 0
+    written = made["usage"]["input_tokens_details"]["cache_write_tokens"]
+    assert respond(post, input=prompt).json()["usage"]["input_tokens_details"]["cached_tokens"] == written > 0
+
+
 def test_items_are_the_messages_of_a_chat(post: Poster) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     items = [
