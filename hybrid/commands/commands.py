@@ -214,6 +214,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="write a page for a browser; of anonymize: the file of hashes")
     text = "tokens of a block of vLLM, as its log says (default: what vLLM chooses for the model on a GPU)"
     add("--block-size", type=integer(16), metavar="N", help=text)
+    add("--models", action="store_true", help="use models of engines also where the engines are installed: faster")
     add("--no-cures", action="store_true", help="do not replay what may help")
     text = "requests that are in flight at a time (default: they come by their times, else one after the other)"
     add("--concurrency", type=integer(1), metavar="N", help=text)

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         args.engine or ["vllm", "sglang", "hybrid", "bound"],
         args.memory or ["24GiB"],
         concurrency=args.concurrency,
+        models=args.models,
         cures=not args.no_cures,
         prefill_rate=args.prefill_rate,
         decode_rate=args.decode_rate,
@@ -133,8 +134,17 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
         sizes = replace(sizes, block_size=figures.block_size)
     if engine == "vllm" and figures.num_blocks is not None and not args.memory:
         memory = figures.num_blocks * sizes.vllm_groups(sizes.vllm_block_size)[2]
-    rates = {"prefill_rate": args.prefill_rate, "decode_rate": args.decode_rate}
-    row = replay(traffic, sizes, engine, memory, concurrency=args.concurrency, cures=False, **rates).rows[0]
+    row = replay(
+        traffic,
+        sizes,
+        engine,
+        memory,
+        concurrency=args.concurrency,
+        models=args.models,
+        cures=False,
+        prefill_rate=args.prefill_rate,
+        decode_rate=args.decode_rate,
+    ).rows[0]
     apart = figures.hit_rate - row.hit_rate
     agrees = abs(apart) <= args.within
     console.print(

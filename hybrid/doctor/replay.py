@@ -15,7 +15,7 @@ from hybrid.doctor.batch import Batch, Begun
 from hybrid.doctor.bound import Bound
 from hybrid.doctor.causes import Cause, causes_of
 from hybrid.doctor.engine import EngineModel
-from hybrid.doctor.engines import BOUND, engine_of
+from hybrid.doctor.engines import BOUND, engine_of, installed
 from hybrid.doctor.evicted import EvictedTokens
 from hybrid.doctor.past import Fact
 from hybrid.doctor.report import Cure, Report, Row, amount
@@ -48,6 +48,7 @@ def replay(
     memory: int | str | Iterable[int | str] = "24GiB",
     *,
     concurrency: int | None = None,
+    models: bool = False,
     cures: bool = True,
     prefill_rate: float | None = None,
     decode_rate: float | None = None,
@@ -64,7 +65,8 @@ def replay(
         memory: bytes for the cache, or a text such as "24GiB"; one or several. The first is that of causes and cures.
         concurrency: requests that are in flight at a time; None: they come by their times, where these are known, else
             one after the other.
-        cures: replay what may help too, each by itself.
+        models: replay on this package's models of engines also where the engines are installed: they are faster.
+        cures: replay what may help too, each by itself, on models.
         prefill_rate: tokens of prompts that are computed per second; None: times are not given, and requests that come
             by their times are served at 10,000.
         decode_rate: tokens per second of each answer; None: 50.
@@ -90,7 +92,7 @@ def replay(
             continue
         for size in sizes_of_memory:
             is_first = not rows
-            rows.append(_run(traffic, sizes, name, size, pace, with_causes=is_first, progress=progress))
+            rows.append(_run(traffic, sizes, name, size, pace, models=models, with_causes=is_first, progress=progress))
     report = Report(traffic, sizes, rows, str(pace), prefill_rate=prefill_rate, price=price)
     if cures:
         report.cures = _cures(traffic, sizes, rows[0], pace, progress)
@@ -118,20 +120,27 @@ def _run(
     memory: int,
     pace: Pace,
     *,
+    models: bool = True,
     with_causes: bool = False,
     progress: bool = False,
     **options: Any,
 ) -> Row:
     """One replay."""
-    engine = engine_of(name, sizes, memory, **options)
-    row = Row(name, memory, traffic.num_prompt_tokens)
+    engine, own = engine_of(name, sizes, memory, **options), installed(name)
+    make = None if models else own.make
+    row = Row(name, memory, traffic.num_prompt_tokens, scheduler="a model" if models else own.name)
     given = _shown(traffic, f"{name}, {amount(memory)}", progress)
     is_serial = pace.concurrency == 1
     endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
     in_turn = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes and not is_serial else None
     evicted = EvictedTokens()
     start = time.perf_counter()
-    served = _one_by_one(engine, given, endless) if is_serial else Batch(engine, Arrivals(given, pace), endless).run()
+    if make is not None:
+        served = make(sizes, memory, Arrivals(given, pace), endless).run()
+    elif is_serial:
+        served = _one_by_one(engine, given, endless)
+    else:
+        served = Batch(engine, Arrivals(given, pace), endless).run()
     for (number, request, fact, _), hit, kept in served:
         row.hit_tokens += hit.num_tokens
         if with_causes:

@@ -44,6 +44,7 @@ class Row:
         engine, memory: what was replayed, and its bytes.
         num_tokens, hit_tokens: tokens of prompts, and those that were not computed.
         seconds: that the engine's bookkeeping took.
+        scheduler: what was replayed on: a model of the engine's scheduler, or its own.
         causes: tokens that were not a hit, by cause; empty: not asked for.
         evicted: what was evicted and asked for again, by kind and age; they add up to its two causes.
     """
@@ -55,6 +56,7 @@ class Row:
     seconds: float = 0.0
     causes: dict[Cause, int] = field(default_factory=dict)
     evicted: list[EvictedPart] = field(default_factory=list)
+    scheduler: str = "a model"
 
     @property
     def hit_rate(self) -> float:
@@ -151,6 +153,7 @@ class Report:
             "replays": [
                 {
                     "engine": row.engine,
+                    "scheduler": row.scheduler,
                     "memory": row.memory,
                     "hit_rate": round(row.hit_rate, 3),
                     "hit_tokens": row.hit_tokens,
@@ -171,6 +174,12 @@ class Report:
             "cures": [asdict(cure) for cure in self.cures],
         }
 
+    @property
+    def schedulers(self) -> str:
+        """What engines were replayed on, in a line; empty: on models, as always."""
+        found = {row.engine: row.scheduler for row in self.rows if row.scheduler != "a model"}
+        return "; ".join(f"{engine}: {scheduler}" for engine, scheduler in found.items())
+
     def print(self, console: Console) -> None:
         """Print it on a terminal."""
         traffic = self.traffic
@@ -184,6 +193,8 @@ class Report:
             cells = (f"{row.hit_rate:.1f} %", f"{row.computed:,}", self.cost(row.computed), f"{row.seconds:.1f} s")
             table.add_row(row.engine, amount(row.memory), *cells)
         console.print(table)
+        if self.schedulers:
+            console.print(f"replayed on {self.schedulers}", markup=False, soft_wrap=True)
         first = self.rows[0]
         if first.causes:
             console.print(
@@ -228,6 +239,7 @@ class Report:
             f"<p>{escape(first.engine)}, {amount(first.memory)}, model {escape(self.sizes.name)}: "
             f"{escape(self.summary)}; {first.computed:,} are computed{escape(f' ({cost})' if cost else '')}.</p>",
             self._engines_html(),
+            *([f"<p><small>Replayed on {escape(self.schedulers)}.</small></p>"] if self.schedulers else []),
         ]
         if first.causes:
             rows = [

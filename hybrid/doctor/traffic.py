@@ -145,6 +145,8 @@ def check_file(path: Path) -> None:
     Raises:
         ArgumentError: it cannot.
     """
+    if path.is_dir():
+        raise ArgumentError(f"{path}: a folder; give a file of traffic, or several as {path}/*.jsonl")
     if not path.is_file():
         raise ArgumentError(f"{path}: there is no such file; give a file of traffic, one request a line")
     if not path.stat().st_size:

@@ -9,7 +9,6 @@ import pytest
 
 from hybrid.doctor import Report, Sizes, replay
 from hybrid.doctor.causes import Cause
-from hybrid.doctor.engines import ENGINES
 from support.doctor_traffic import TOOLS, logged, message, prose
 
 SIZES = Sizes(32768, 51511296)
@@ -99,11 +98,11 @@ def test_too_little_memory(tmp_path: Path) -> None:
     assert report.cures[0].name.endswith("times the memory") and report.cures[0].saved > 0
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hybrid"])
 def test_the_causes_add_up_to_what_is_computed(tmp_path: Path, engine: str) -> None:
     rng, lines = random.Random(3), []
     histories: list[list[int]] = [[] for _ in range(12)]
-    for n in range(200):
+    for n in range(110):
         history = histories[rng.randrange(12)]
         history += [rng.randrange(32000) for _ in range(rng.randrange(30, 900))]
         answer = [rng.randrange(32000) for _ in range(rng.randrange(1, 300))]
@@ -111,7 +110,7 @@ def test_the_causes_add_up_to_what_is_computed(tmp_path: Path, engine: str) -> N
         history += answer
         if len(history) > 12000:
             history.clear()
-    report = report_of(tmp_path, lines, engine=engine, memory="1GB", cures=False)
+    report = report_of(tmp_path, lines, engine=engine, memory="700MB", cures=False)
     row = report.rows[0]
     assert sum(row.causes.values()) == row.computed == row.num_tokens - row.hit_tokens
     assert all(count > 0 for count in row.causes.values()) and len(row.causes) > 3

@@ -1,0 +1,58 @@
+"""The doctor replays on vLLM's own scheduler where it is installed, and its model of it hits the same, request by
+request: one after the other, several at a time, and by the times of the log."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make vllm")
+
+from hybrid.doctor import Sizes, replay
+from hybrid.doctor.arrivals import Arrivals, Pace
+from hybrid.doctor.batch import Batch
+from hybrid.doctor.engines import engine_of, installed
+from hybrid.doctor.past import Fact
+from hybrid.doctor.request import LoggedRequest, hashed
+from support.doctor_traffic import written
+
+SIZES = Sizes(32768, 51511296)
+
+
+def conversations(count: int) -> Iterator[tuple[LoggedRequest, Fact]]:
+    """Requests of eight conversations in turns, three of which share a beginning."""
+    rng = random.Random(1)
+    shared = [rng.randrange(32000) for _ in range(2500)]
+    histories = [list(shared) if n < 3 else [] for n in range(8)]
+    for n in range(count):
+        history = histories[rng.randrange(8)]
+        history += [rng.randrange(32000) for _ in range(rng.randrange(30, 2500))]
+        num_prompt = len(history)
+        history += [rng.randrange(32000) for _ in range(rng.randrange(1, 120))]
+        yield LoggedRequest(hashed(history), num_prompt, len(history), n * 0.4), Fact()
+        if len(history) > 9000:
+            history.clear()
+
+
+@pytest.mark.parametrize("gigabytes", [1.2, 6])
+@pytest.mark.parametrize("pace", [Pace(1), Pace(6), Pace(None)], ids=str)
+def test_the_model_hits_what_the_scheduler_hits(gigabytes: float, pace: Pace) -> None:
+    made, memory = list(conversations(60)), int(gigabytes * 1e9)
+    make = installed("vllm").make
+    assert make is not None
+    theirs = {one.arrival.number: one.hit for one in make(SIZES, memory, Arrivals(made, pace)).run()}
+    ours = {one.arrival.number: one.hit for one in Batch(engine_of("vllm", SIZES, memory), Arrivals(made, pace)).run()}
+    assert sum(hit.num_tokens for hit in theirs.values()) > 0
+    assert {number: hit.num_tokens for number, hit in ours.items()} == {
+        number: hit.num_tokens for number, hit in theirs.items()
+    }
+
+
+def test_the_report_says_what_was_replayed_on(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"input_tokens": [*range(3000), n], "output_tokens": [1, 2], "ts": n} for n in range(6)])
+    report = replay(path, SIZES, memory="2GB", cures=False)
+    assert report.rows[0].scheduler.endswith("own scheduler")
+    assert report.to_json()["replays"][0]["scheduler"] == report.rows[0].scheduler
+    row = replay(path, SIZES, memory="2GB", cures=False, models=True).rows[0]
+    assert (row.scheduler, row.hit_tokens, row.causes) == ("a model", report.rows[0].hit_tokens, report.rows[0].causes)
