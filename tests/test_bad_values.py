@@ -335,7 +335,6 @@ def test_memory_that_the_system_refuses_is_an_error_of_ours(tiny: Engine, monkey
 # Commands: arguments and words on stderr
 
 COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
-    ([], ("COMMAND",)),
     (["fly"], ("'fly'",)),
     (["generate"], ("MODEL",)),
     (["generate", "tiny"], ("PROMPT",)),

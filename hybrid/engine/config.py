@@ -40,7 +40,7 @@ class Tenant:
     def __post_init__(self) -> None:
         weight = checks.number("Tenant: weight", self.weight)
         if not 0 < weight < math.inf:
-            raise ArgumentError(f"Tenant: weight must be a positive number; got {self.weight!r:.100}")
+            raise ArgumentError(f"Tenant: weight must be a positive number; got {checks.shown(self.weight)}")
         object.__setattr__(self, "weight", weight)
         for name in ("max_running", "max_requests"):
             if (value := getattr(self, name)) is not None:
@@ -107,7 +107,7 @@ class EngineConfig:
             isinstance(name, str) and isinstance(own, Tenant) for name, own in self.tenants.items()
         ):
             raise ArgumentError(
-                f"EngineConfig: tenants must be a dict of hybrid.Tenant by name; got {self.tenants!r:.100}"
+                f"EngineConfig: tenants must be a dict of hybrid.Tenant by name; got {checks.shown(self.tenants)}"
             )
         if self.max_model_len is not None:
             length = checks.integer("EngineConfig: max_model_len", self.max_model_len, 2, remedy=", or None")
