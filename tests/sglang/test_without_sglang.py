@@ -275,6 +275,7 @@ def test_a_module_that_is_not_there_when_a_cache_is_built_is_an_error(monkeypatc
     Imitated(monkeypatch)
     for name in ("cache", "tree_core"):
         monkeypatch.delitem(sys.modules, f"hybrid.sglang.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.base_prefix_cache", None)  # also where SGLang is
     with pytest.raises(VersionError, match=r"building its cache failed with .*sglang\.srt\.mem_cache.*known to work"):
         plugin.build(SimpleNamespace())
 
