@@ -26,6 +26,7 @@ pytest_plugins = ["support.race_plugin"]
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+KERNELS = Path(__file__).parent / "kernels"
 BETWEEN = pytest.StashKey[bool]()  # of a test with a set of parameters that is neither its first nor its last
 
 
@@ -56,6 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for first_to_last in sets.values():
         for item in first_to_last[1:-1]:
             item.stash[BETWEEN] = True
+        for item in first_to_last:
+            if KERNELS in item.path.parents:
+                item.stash[BETWEEN] = True
 
 
 def pytest_collection_finish() -> None:

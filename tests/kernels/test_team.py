@@ -46,7 +46,17 @@ def fails(args: Any, kind: Any, first: int, last: int) -> None:
             raise MemoryError
 
 
-ADD, FAILS = Compiled(__name__, "add"), Compiled(__name__, "fails")
+def halve(args: Any, kind: Any, first: int, last: int) -> None:
+    a = numbers(args, INDEX)
+    x, y = numbers(a[0], kind), numbers(a[1], kind)
+    for element in range(first, last):
+        y[element] = x[element] / np.float32(2)
+
+
+ADD, FAILS, HALVE = (Compiled(__name__, name) for name in ("add", "fails", "halve"))
+
+SMALLEST = 2.0**-126
+"""The smallest number in fp32 that is not subnormal."""
 
 SLOW = 5_000_000
 """Spins of some milliseconds, in every element."""
@@ -155,6 +165,33 @@ def test_a_failure_is_raised_where_it_is_waited_for_and_nowhere_else() -> None:
     with pytest.raises(MemoryError, match="no memory"):
         failing()
     posted(work).wait()
+
+
+def has_subnormal_numbers() -> bool:
+    return bool(torch.tensor([SMALLEST]).div(2).item())
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_operations_compute_0_for_subnormal_numbers_and_their_callers_what_they_did_before(flushes: bool) -> None:
+    """Decays make many of them, and each takes as long as twenty others. What a product of torch's makes of them is
+    the user's business, also where an operation has failed."""
+    x, alone, run, found = torch.full((999,), SMALLEST), torch.ones(1), torch.ones(999), torch.ones(999)
+    place, other = numbers_to(9), numbers_to(9)
+    torch.set_flush_denormal(flushes)
+    try:
+        Tasks([Task(HALVE, FLOAT, (x.data_ptr(), alone.data_ptr()), 1, 1, 1)])()
+        Tasks([Task(HALVE, FLOAT, (x.data_ptr(), run.data_ptr()), 999, 1, 999)])()
+        halved = Tasks([Task(HALVE, FLOAT, (x.data_ptr(), found.data_ptr()), 999, 1, 999)])
+        posted = halved.post(fill(place, other), fill(place, other), found)
+        assert posted is not None
+        posted.wait()
+        assert has_subnormal_numbers() is not flushes
+        with pytest.raises(MemoryError):
+            Tasks([Task(FAILS, FLOAT, (place.data_ptr(),), 9, 1, 9)])()
+        assert has_subnormal_numbers() is not flushes
+    finally:
+        torch.set_flush_denormal(False)
+    assert not any(y.any() for y in (alone, run, found))
 
 
 def test_memory_lasts_until_a_program_has_ended_that_nobody_waits_for() -> None:

@@ -222,13 +222,7 @@ def rotary(args, kind, first, last):
 
 _BLOCK = 64 * LANES
 
-_LOWEST, _TINY = np.float32(-87.0), np.float32(1.1754944e-38)
-
-
-@compiled_inline
-def _exp(x):
-    """e to the power of x, at most 0; 0 where that would be no normal number."""
-    return ZERO if x < _LOWEST else exp(x)
+_TINY = np.float32(1.1754944e-38)
 
 
 @compiled_inline
@@ -259,7 +253,7 @@ def softmax(args, kind, first, last):
         most, temperature = _most(x, size), np.float32(temperatures[row])
         temperature = _TINY if temperature < _TINY else temperature  # a smaller number would be 0 here
         for i in range(size):
-            put(out, i, _exp((get(x, i) - most) / temperature))
+            put(out, i, exp((get(x, i) - most) / temperature))
         total = np.float32(_total(out, size, np.float64(0)))
         for i in range(size):
             put(out, i, get(out, i) / total)
@@ -274,7 +268,7 @@ def log_softmax(args, kind, first, last):
         for start in range(0, size, _BLOCK):  # all in the place of the first block, which stays in the first cache
             count = min(_BLOCK, size - start)
             for i in range(count):
-                put(out, i, _exp(get(x, start + i) - most))
+                put(out, i, exp(get(x, start + i) - most))
             total = _total(out, count, total)
         log_total = np.float32(math.log(total))
         for i in range(size):

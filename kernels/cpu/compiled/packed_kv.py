@@ -19,8 +19,8 @@ _ROUND = np.float32(1.5 * 2**23)
 _ROUND_FP8, _LEAST_NORMAL, _STEPS = np.float32(1.5 * 2**14), np.float32(2.0**-6), np.float32(2**9)
 """The same for multiples of 2**-9, which e4m3 has below its smallest normal number; how many of them are 1."""
 
-_EXPONENT = np.float32(2.0**120)
-"""Of fp32 over that of e4m3, where both have the same bits."""
+_EXPONENT, _NORMAL = np.int32(120 << 23), np.int32(8)
+"""Added to the bits of a normal e4m3 number they are those of fp32; the code of the smallest one."""
 
 _SCALE_BYTES = SCALE_BYTES
 
@@ -73,6 +73,8 @@ def unpack(address, row, target, size, kept):
     else:
         for i in range(size):
             code = np.int32(codes[i])
-            value = as_float((code & np.int32(0x7F)) << np.int32(20)) * _EXPONENT
-            value = _NAN if (code & np.int32(0x7F)) == np.int32(0x7F) else value
+            magnitude = code & np.int32(0x7F)
+            value = as_float((magnitude << np.int32(20)) + _EXPONENT)
+            value = np.float32(magnitude) / _STEPS if magnitude < _NORMAL else value
+            value = _NAN if magnitude == np.int32(0x7F) else value
             put(target, i, (-value if code < 0 else value) * scale)

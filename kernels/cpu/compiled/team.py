@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from typing import Any
 
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline, type_of
@@ -79,6 +82,61 @@ def _call(context, address, signature, args, first, last):
     return types.int32(types.int64, types.int64, types.int64, types.int64, types.int64), generate
 
 
+def _has_modes(*names: str) -> bool:
+    return platform.machine().lower() in names
+
+
+_IS_X86, _IS_ARM = _has_modes("x86_64", "amd64"), _has_modes("aarch64", "arm64")
+
+_FLUSHES = 0x8040 if _IS_X86 else 1 << 24
+"""Bits of MXCSR (flush to zero, denormals are zero) and of FPCR (FZ)."""
+
+
+def _function(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+@intrinsic
+def _flush_subnormals(context):
+    """Have this thread take subnormal numbers for 0, and compute 0 in their place: decays make many, and each costs as
+    much as twenty others. Returns its modes of before, which `_put_back` is given: the rest of the thread is the
+    user's."""
+
+    def generate(context, builder, signature, values):
+        if _IS_X86:
+            place = cgutils.alloca_once(builder, INT)
+            modes = builder.bitcast(place, ir.IntType(8).as_pointer())
+            builder.call(_function(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), modes.type), [modes])
+            before = builder.load(place)
+            builder.store(builder.or_(before, INT(_FLUSHES)), place)
+            builder.call(_function(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), modes.type), [modes])
+            return builder.zext(before, LONG)
+        if _IS_ARM:
+            before = builder.call(_function(builder, "llvm.aarch64.get.fpcr", LONG), [])
+            after = builder.or_(before, LONG(_FLUSHES))
+            builder.call(_function(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), LONG), [after])
+            return before
+        return LONG(0)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def _put_back(context, modes):
+    """Give a thread the modes that it had."""
+
+    def generate(context, builder, signature, values):
+        if _IS_X86:
+            place = cgutils.alloca_once_value(builder, builder.trunc(values[0], INT))
+            modes = builder.bitcast(place, ir.IntType(8).as_pointer())
+            builder.call(_function(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), modes.type), [modes])
+        elif _IS_ARM:
+            builder.call(_function(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), LONG), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @intrinsic
 def _load(context, pointer, index):
     """A number that other threads write."""
@@ -132,6 +190,15 @@ def _wait(spins):
 
 @compiled_inline
 def _run(program, count, progress, threads):
+    """`_run_tasks` without subnormal numbers."""
+    modes = _flush_subnormals()
+    failed = _run_tasks(program, count, progress, threads)
+    _put_back(modes)
+    return failed
+
+
+@compiled_inline
+def _run_tasks(program, count, progress, threads):
     """Run `count` tasks together with other threads that do the same; returns whether one failed.
 
     Shares are taken from the last one on: the largest first, and of attention to a prompt the last tokens, which take
@@ -245,7 +312,10 @@ def repeat(program, count, times, stop):
 
 def compute(code, signature, args, elements):
     """Run one task in this thread."""
-    if _call(code, signature, args, 0, elements):
+    modes = _flush_subnormals()
+    failed = _call(code, signature, args, 0, elements)
+    _put_back(modes)
+    if failed:
         raise MemoryError
 
 

@@ -204,13 +204,13 @@ _C4, _C5, _C6, _C7 = np.float32(1 / 24), np.float32(1 / 120), np.float32(1 / 720
 
 @compiled_inline
 def exp(x):
-    """e to the power of x in fp32, to two units in the last place. Beyond [-87, 88] that of the nearest end; of NaN
-    NaN."""
+    """e to the power of x in fp32, to two units in the last place. Below -87, where that is hardly a normal number, 0;
+    above 88 that of 88; of NaN NaN."""
     x = _LARGEST if x > _LARGEST else x
-    x = _SMALLEST if x < _SMALLEST else x
-    shifted = fma(x, _LOG2E, _ROUND)  # the power of two is in its lowest bits
+    inside = _SMALLEST if x < _SMALLEST else x
+    shifted = fma(inside, _LOG2E, _ROUND)  # the power of two is in its lowest bits
     power = shifted - _ROUND
-    rest = fma(-power, _LN2_HIGH, x)
+    rest = fma(-power, _LN2_HIGH, inside)
     rest = fma(-power, _LN2_LOW, rest)
     y = fma(_C7, rest, _C6)
     y = fma(y, rest, _C5)
@@ -219,7 +219,8 @@ def exp(x):
     y = fma(y, rest, _C2)
     y = fma(y, rest, _C0)
     y = fma(y, rest, _C0)
-    return y * as_float(np.int32((as_int(shifted) + np.int32(127)) << np.int32(23)))
+    y *= as_float(np.int32((as_int(shifted) + np.int32(127)) << np.int32(23)))
+    return ZERO if x < _SMALLEST else y
 
 
 @compiled_inline
