@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of.
 
-    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|server|threads|costs] [--json]
+    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|server|threads|costs|decays] [--json]
 
 `--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
 side runs alone. Medians of runs that alternate between the sides. Exit status 1 when a target is missed.
@@ -32,6 +32,7 @@ from model import decode_step, first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
 from hybrid.kernels import ops
+from hybrid.kernels.cpu.delta_rule import chunk_gated_delta_rule
 from hybrid.models import causal_lm, layers
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
@@ -225,12 +226,26 @@ def costs(engine: Engine, load: Callable[[], Engine], dtype: str) -> list[Line]:
     return [ratio(f"decode step: {name}", t, "torch", "compiled") for name, t in sides.items()]
 
 
+def decays(runs: int, tokens: int = PROMPT, heads: int = 16, size: int = 128, chunk: int = 64) -> list[Line]:
+    """The delta rule of a prompt whose decays reach the end of fp32's range, over one in which nothing decays."""
+    q, k, v = torch.randn(3, tokens, heads, size)
+    k, b, one = torch.nn.functional.normalize(k, dim=-1), torch.zeros(tokens, heads), torch.ones(heads)
+    state, places = torch.zeros(1, heads, size, size), (torch.tensor([0, tokens]), torch.zeros(1).long())
+    rest = -one, 0 * one, state, *places, places[1], torch.empty(0, 3).long(), chunk
+
+    def rule(a: float) -> float:
+        return timed(lambda: chunk_gated_delta_rule(q, k, v, torch.full((tokens, heads), a), b, *rest))
+
+    t = alternate(runs, far=lambda: rule(3.0), near=lambda: rule(-20.0))  # 3 in log per token: e^-87 after 29
+    return [ratio("chunk rule: decays beyond e^-87 over none", t, "far", "near", 1.25, at_most=True)]
+
+
 def main() -> int:
     parser = arguments(__doc__, runs=3, threads=True)
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built in its folder build")
     parser.add_argument("--large", action="store_true", help="a model of 0.5B parameters instead of 51M")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
-    parser.add_argument("--only", choices=("llama", "server", "threads", "costs"))
+    parser.add_argument("--only", choices=("llama", "server", "threads", "costs", "decays"))
     args = parser.parse_args()
     with random_model(args, **(LARGE if args.large else {})) as (path, _):
         how = {"load_dtype": "int8"} if args.dtype == "int8" else {"dtype": args.dtype}
@@ -242,6 +257,7 @@ def main() -> int:
             "server": lambda: against_server(engine, llama, args.runs),
             "costs": lambda: costs(engine, load, args.dtype),
             "threads": lambda: of_threads(engine, args.runs),
+            "decays": lambda: decays(args.runs),
         }
         lines = [line for name, part in parts.items() if args.only in (None, name) for line in part()]
     return finish(lines, args, model="0.5B" if args.large else "51M", dtype=args.dtype)

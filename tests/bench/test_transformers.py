@@ -77,6 +77,7 @@ def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType]
     (line,) = cpu.against_server(engine, None, 1)
     assert line.medians["ours"] > 0 and not line.reached
     assert_every_line_is_measured(cpu.of_threads(engine, 1), 4)
+    assert_every_line_is_measured(cpu.decays(1, tokens=64, heads=2, size=16), 1)
     lines = cpu.costs(engine, load_engine, "float32")
     parts = {line.name.removeprefix("decode step: "): line.medians for line in lines}
     assert {cpu.PRODUCTS, cpu.REST, cpu.ALL} < set(parts)
