@@ -11,7 +11,7 @@ from hybrid.doctor.past import STEP, Fact
 from hybrid.doctor.request import LoggedRequest
 
 
-class Arrival(NamedTuple):
+class ArrivedRequest(NamedTuple):
     """A request that has come.
 
     Attributes:
@@ -64,9 +64,9 @@ class Arrivals:
     def __init__(self, traffic: Iterable[tuple[LoggedRequest, Fact]], pace: Pace) -> None:
         self._traffic = enumerate(traffic)
         self._pace, self._concurrency = pace, pace.concurrency
-        self._ahead: Arrival | None = None  # the next one that has not come
-        self._ready: deque[Arrival] = deque()
-        self._held: dict[int, list[Arrival]] = {}  # those that wait for an answer, by its number
+        self._ahead: ArrivedRequest | None = None  # the next one that has not come
+        self._ready: deque[ArrivedRequest] = deque()
+        self._held: dict[int, list[ArrivedRequest]] = {}  # those that wait for an answer, by its number
         self._open: set[int] = set()  # requests that have come, or wait for an answer, and have not ended
         self._num_running = 0
         self._since, self._prefill, self._decode = 0.0, 0, 0  # the time is that, and what was computed since
@@ -76,7 +76,7 @@ class Arrivals:
         """The time, in seconds."""
         return self._since + self._prefill / self._pace.prefill_rate + self._decode / self._pace.decode_rate
 
-    def peek(self) -> Arrival | None:
+    def peek(self) -> ArrivedRequest | None:
         """The next request, if it has come."""
         if self._concurrency is not None and self._num_running >= self._concurrency:
             return None
@@ -92,12 +92,12 @@ class Arrivals:
                 self._ready.append(arrival)
         return self._ready[0]
 
-    def take(self) -> Arrival:
+    def take(self) -> ArrivedRequest:
         """Take the request that `peek` has returned: it runs."""
         self._num_running += 1
         return self._ready.popleft()
 
-    def ended(self, arrival: Arrival) -> None:
+    def ended(self, arrival: ArrivedRequest) -> None:
         """A request that was taken has its answer."""
         self._num_running -= 1
         self._open.discard(arrival.number)
@@ -131,15 +131,15 @@ class Arrivals:
         self._since, self._prefill, self._decode = max(self.now, self._time_of(arrival)), 0, 0
         return True
 
-    def _look(self) -> Arrival | None:
+    def _look(self) -> ArrivedRequest | None:
         """The next request of the traffic."""
         if self._ahead is None:
             number, pair = next(self._traffic, (0, None))
             if pair is not None:
-                self._ahead = Arrival(number, *pair, _follows(number, *pair))
+                self._ahead = ArrivedRequest(number, *pair, _follows(number, *pair))
         return self._ahead
 
-    def _time_of(self, arrival: Arrival) -> float:
+    def _time_of(self, arrival: ArrivedRequest) -> float:
         """When it comes; where that is not known, after those before it."""
         time = arrival.request.time
         return -math.inf if self._concurrency is not None or time is None else time

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hybrid.doctor.arrivals import Arrival, Arrivals
+from hybrid.doctor.arrivals import Arrivals, ArrivedRequest
 from hybrid.doctor.engine import MISS, EngineModel, Hit
 from hybrid.doctor.request import LoggedRequest
 
@@ -26,13 +26,13 @@ class Begun(NamedTuple):
         endless: what would have been with endless memory; `hit` where that is not asked for.
     """
 
-    arrival: Arrival
+    arrival: ArrivedRequest
     hit: Hit
     endless: Hit
 
 
 @dataclass(slots=True, eq=False)
-class InFlight:
+class InFlightRequest:
     """A request that runs, or that has to begin again.
 
     Attributes:
@@ -42,7 +42,7 @@ class InFlight:
         end: tokens that are computed of it in all.
     """
 
-    arrival: Arrival
+    arrival: ArrivedRequest
     request: LoggedRequest
     running: Any = None
     twin: Any = None
@@ -54,7 +54,7 @@ class InFlight:
         return bool(self.running.computed < self.request.num_prompt)
 
 
-class Batch:
+class ReplayLoop:
     """The loop of a scheduler: first those that run, then those that wait, first come, first served.
 
     Where there is no room for an answer, the request that began last gives up all it holds, and begins again.
@@ -78,8 +78,8 @@ class Batch:
     ) -> None:
         self._engine, self._arrivals, self._endless = engine, arrivals, endless
         self._budget, self._max_running = budget, max_running
-        self._running: list[InFlight] = []
-        self._returned: deque[InFlight] = deque()  # those that begin again
+        self._running: list[InFlightRequest] = []
+        self._returned: deque[InFlightRequest] = deque()  # those that begin again
         self._is_blocked = False  # one that has come found no room
         self._has_changed = True  # and may find it now
         self._begun: list[Begun] = []
@@ -98,7 +98,7 @@ class Batch:
         engine.new_step()
         self._budget_left, self._num_prefilled = self._budget, 0
         num_running, is_decoding = len(self._running), False
-        planned: list[tuple[InFlight, int]] = []
+        planned: list[tuple[InFlightRequest, int]] = []
         for flight in self._running.copy():
             if not self._budget_left or flight not in self._running:
                 break
@@ -132,7 +132,7 @@ class Batch:
             return (1 if self._has_changed else limit), limit
         return self._arrivals.steps_until_next(limit), limit
 
-    def _admit(self, planned: list[tuple[InFlight, int]]) -> None:
+    def _admit(self, planned: list[tuple[InFlightRequest, int]]) -> None:
         """Begin requests that wait, in order, as long as there is room."""
         self._is_blocked = False
         while self._budget_left:
@@ -162,14 +162,14 @@ class Batch:
             self._running.append(flight)
             self._compute_part(flight, planned)
 
-    def _next(self) -> InFlight | None:
+    def _next(self) -> InFlightRequest | None:
         arrival = self._arrivals.peek()
         if arrival is None:
             return None
         request = arrival.request
-        return InFlight(arrival, request, end=max(request.num_prompt, request.num_tokens - 1))
+        return InFlightRequest(arrival, request, end=max(request.num_prompt, request.num_tokens - 1))
 
-    def _compute_part(self, flight: InFlight, planned: list[tuple[InFlight, int]]) -> None:
+    def _compute_part(self, flight: InFlightRequest, planned: list[tuple[InFlightRequest, int]]) -> None:
         """Compute of a prompt what the step has room for."""
         start = flight.running.computed
         end = self._engine.end_of_part(flight.running, self._budget_left)
@@ -178,14 +178,14 @@ class Batch:
             self._num_prefilled += end - start
             self._plan(flight, end, planned)
 
-    def _plan(self, flight: InFlight, end: int, planned: list[tuple[InFlight, int]]) -> None:
+    def _plan(self, flight: InFlightRequest, end: int, planned: list[tuple[InFlightRequest, int]]) -> None:
         """Compute a request up to a token: now, or when the step is done."""
         if self._engine.shares_at_once:
             self._advance(flight, end)
         else:
             planned.append((flight, end))
 
-    def _advance(self, flight: InFlight, end: int) -> None:
+    def _advance(self, flight: InFlightRequest, end: int) -> None:
         """Compute a request up to a token. Where there is no room, those that began last make it."""
         while not self._engine.advance(flight.running, end):
             if len(self._running) == 1:
@@ -201,7 +201,7 @@ class Batch:
         if flight.twin is not None and self._endless is not None and end > flight.twin.computed:
             self._endless.advance(flight.twin, end)
 
-    def _end(self, flight: InFlight) -> None:
+    def _end(self, flight: InFlightRequest) -> None:
         self._running.remove(flight)
         self._engine.end(flight.running)
         if flight.twin is not None and self._endless is not None:

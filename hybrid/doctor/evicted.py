@@ -16,7 +16,7 @@ AGES = (10, 100, 1000)
 """Bounds of ages, in requests since the last use."""
 
 
-class Part(StrEnum):
+class EvictedKind(StrEnum):
     """What the evicted part of a prompt was, when it was used last."""
 
     CONVERSATION = "the history of a conversation"
@@ -24,7 +24,7 @@ class Part(StrEnum):
     BEGINNING = "a beginning that prompts share"
 
 
-class Place(StrEnum):
+class Replacement(StrEnum):
     """What was computed since then, and took its place."""
 
     USED = "prompts that were asked for again"
@@ -32,7 +32,7 @@ class Place(StrEnum):
     ANSWERS = "answers"
 
 
-NAMES = {Place.USED: "used again", Place.UNUSED: "never used again", Place.ANSWERS: "answers"}
+NAMES = {Replacement.USED: "used again", Replacement.UNUSED: "never used again", Replacement.ANSWERS: "answers"}
 """What took its place, in a word or two."""
 
 
@@ -47,17 +47,17 @@ class EvictedPart(NamedTuple):
             with.
     """
 
-    part: Part
+    part: EvictedKind
     age: str
     num_tokens: int
-    places: dict[Place, float]
+    places: dict[Replacement, float]
 
 
-def part_of(request: LoggedRequest, fact: Fact) -> Part:
+def part_of(request: LoggedRequest, fact: Fact) -> EvictedKind:
     """What the evicted part of a prompt was."""
     if fact.seen < fact.answer_from // STEP * STEP:
-        return Part.BEGINNING
-    return Part.CONVERSATION if request.num_prompt > fact.answer_from else Part.PROMPT
+        return EvictedKind.BEGINNING
+    return EvictedKind.CONVERSATION if request.num_prompt > fact.answer_from else EvictedKind.PROMPT
 
 
 def age_of(requests: int) -> str:
@@ -79,7 +79,7 @@ class EvictedTokens:
     def __init__(self) -> None:
         self._hits, self._prompts, self._answers = array("I"), array("I"), array("I")
         self._used = array("I")  # tokens of each that a later request has
-        self._evicted: list[tuple[int, int, int, Part]] = []
+        self._evicted: list[tuple[int, int, int, EvictedKind]] = []
 
     def add(self, number: int, request: LoggedRequest, fact: Fact, num_hit: int, num_evicted: int) -> None:
         """Count a request.
@@ -107,22 +107,22 @@ class EvictedTokens:
         )
         computed_and_used = np.maximum(0, np.minimum(used, prompts) - hits)
         sums = {
-            Place.USED: np.cumsum(computed_and_used),
-            Place.UNUSED: np.cumsum(prompts - hits - computed_and_used),
-            Place.ANSWERS: np.cumsum(answers),
+            Replacement.USED: np.cumsum(computed_and_used),
+            Replacement.UNUSED: np.cumsum(prompts - hits - computed_and_used),
+            Replacement.ANSWERS: np.cumsum(answers),
         }
-        tokens: Counter[tuple[Part, str]] = Counter()
-        places: dict[tuple[Part, str], dict[Place, float]] = {}
+        tokens: Counter[tuple[EvictedKind, str]] = Counter()
+        places: dict[tuple[EvictedKind, str], dict[Replacement, float]] = {}
         for number, age, count, part in self._evicted:
             key = part, age_of(age)
             tokens[key] += count
-            shares = places.setdefault(key, dict.fromkeys(Place, 0.0))
-            meanwhile = {place: int(sums[place][number - 1] - sums[place][number - age]) for place in Place}
+            shares = places.setdefault(key, dict.fromkeys(Replacement, 0.0))
+            meanwhile = {place: int(sums[place][number - 1] - sums[place][number - age]) for place in Replacement}
             for place, size in meanwhile.items():
                 shares[place] += count * size / max(1, sum(meanwhile.values()))
         return [EvictedPart(*key, count, _percent(places[key])) for key, count in tokens.most_common()]
 
 
-def _percent(shares: dict[Place, float]) -> dict[Place, float]:
+def _percent(shares: dict[Replacement, float]) -> dict[Replacement, float]:
     total = sum(shares.values()) or 1.0
     return {place: round(100 * share / total, 1) for place, share in shares.items()}

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from hybrid.doctor.arrivals import Arrival, Arrivals
+from hybrid.doctor.arrivals import Arrivals, ArrivedRequest
 from hybrid.doctor.batch import BUDGET, MAX_RUNNING, Begun
 from hybrid.doctor.engine import MISS, EngineModel, Hit
 from hybrid.doctor.sizes import Sizes
@@ -41,7 +41,7 @@ class Served:
         twin: on the engine with endless memory, if there is one.
     """
 
-    arrival: Arrival
+    arrival: ArrivedRequest
     request: Any
     stats: Any
     has_begun: bool = False
@@ -92,7 +92,7 @@ class InstalledVllm:
                 begun = [self._give_up()]
             yield from begun or ()
 
-    def _add(self, arrival: Arrival) -> None:
+    def _add(self, arrival: ArrivedRequest) -> None:
         given = arrival.request
         hashes = [number.to_bytes(8, "little") for number in given.blocks(self._size, given.num_tokens)]
 

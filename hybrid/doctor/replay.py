@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, Arrival, Arrivals, Pace
-from hybrid.doctor.batch import Batch, Begun
+from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, Arrivals, ArrivedRequest, Pace
+from hybrid.doctor.batch import Begun, ReplayLoop
 from hybrid.doctor.bound import Bound
 from hybrid.doctor.causes import Cause, causes_of
 from hybrid.doctor.engine import EngineModel
@@ -140,7 +140,7 @@ def _run(
     elif is_serial:
         served = _one_by_one(engine, given, endless)
     else:
-        served = Batch(engine, Arrivals(given, pace), endless).run()
+        served = ReplayLoop(engine, Arrivals(given, pace), endless).run()
     for (number, request, fact, _), hit, kept in served:
         row.hit_tokens += hit.num_tokens
         if with_causes:
@@ -162,7 +162,9 @@ def _one_by_one(
     """Serve requests, each when the one before has ended."""
     for number, (request, fact) in enumerate(given):
         hit = engine.serve(request)
-        yield Begun(Arrival(number, request, fact, None), hit, endless.serve(request) if endless is not None else hit)
+        yield Begun(
+            ArrivedRequest(number, request, fact, None), hit, endless.serve(request) if endless is not None else hit
+        )
 
 
 def _bounds(traffic: Traffic, sizes: Sizes, memories: Sequence[int], progress: bool) -> list[Row]:

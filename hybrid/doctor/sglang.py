@@ -39,7 +39,7 @@ SLOTS = 3
 ENDLESS = 1 << 60
 
 
-class Node(RadixNode):
+class SglangNode(RadixNode):
     """A node of SGLang's tree.
 
     Attributes:
@@ -50,7 +50,7 @@ class Node(RadixNode):
 
     __slots__ = ("has_state", "locks", "state_locks", "used")
 
-    def __init__(self, parent: Node | None, hashes: array[int], used: float) -> None:
+    def __init__(self, parent: SglangNode | None, hashes: array[int], used: float) -> None:
         super().__init__(parent, hashes)
         self.used, self.has_state = used, False
         self.locks = self.state_locks = 0
@@ -72,7 +72,7 @@ class SglangRunning:
     __slots__ = ("branch", "computed", "found", "hashes", "held", "hit", "own", "request")
 
     def __init__(
-        self, request: LoggedRequest, hashes: array[int], hit: Hit, found: Node, branch: int, held: int
+        self, request: LoggedRequest, hashes: array[int], hit: Hit, found: SglangNode, branch: int, held: int
     ) -> None:
         self.request, self.hashes, self.hit = request, hashes, hit
         self.found, self.branch, self.held = found, branch, held
@@ -111,9 +111,9 @@ class SglangScheduler:
                     f"{format_bytes(int(needed) + 1 + 4 * PAGE * sizes.token_bytes)}"
                 )
         self._clock = 0
-        self._tree = Radix(Node(None, array("Q"), 0.0))
-        self._states: OrderedDict[Node, None] = OrderedDict()  # nodes with a state, the least recently used first
-        self._leaves: list[tuple[float, int, Node]] = []  # leaves by their last use; entries may be out of date
+        self._tree = Radix(SglangNode(None, array("Q"), 0.0))
+        self._states: OrderedDict[SglangNode, None] = OrderedDict()  # nodes with a state, the least recently used first
+        self._leaves: list[tuple[float, int, SglangNode]] = []  # leaves by their last use; entries may be out of date
         self._pushed = 0
 
     def serve(self, request: LoggedRequest) -> Hit:
@@ -217,7 +217,7 @@ class SglangScheduler:
         self._clock += 1
         return self._clock
 
-    def _match(self, hashes: array[int], limit: int) -> tuple[Node, int, int]:
+    def _match(self, hashes: array[int], limit: int) -> tuple[SglangNode, int, int]:
         """Find the longest prefix that is cached.
 
         Returns:
@@ -234,14 +234,14 @@ class SglangScheduler:
         if best.has_state:
             self._states.move_to_end(best)
         used: float = self._now()
-        above: Node | None = best
+        above: SglangNode | None = best
         while above is not None and above is not self._tree.root:
             self._use(above, used)
             used -= 1e-5
             above = above.parent
         return best, hit, at
 
-    def _insert(self, hashes: array[int], end: int) -> tuple[int, Node, bool]:
+    def _insert(self, hashes: array[int], end: int) -> tuple[int, SglangNode, bool]:
         """Enter the pages up to one, and the state at its end.
 
         Returns:
@@ -255,7 +255,7 @@ class SglangScheduler:
                 node = self._split(node, same)
             there += same
         if there < end:
-            node = Node(node, hashes[there:end], self._now())
+            node = SglangNode(node, hashes[there:end], self._now())
             self._tree.add(node)
             self._offer(node)
         is_new = not node.has_state
@@ -267,9 +267,9 @@ class SglangScheduler:
                 self._use(node, self._now())
         return there, node, is_new
 
-    def _split(self, node: Node, size: int) -> Node:
+    def _split(self, node: SglangNode, size: int) -> SglangNode:
         """Cut a node in two. Returns the upper one, which has no state."""
-        upper = Node(node.parent, node.hashes[:size], self._now())
+        upper = SglangNode(node.parent, node.hashes[:size], self._now())
         upper.locks = node.locks
         self._tree.cut(node, upper)
         self._use(node, self._now())
@@ -277,11 +277,11 @@ class SglangScheduler:
 
     # What is used and what is evicted
 
-    def _use(self, node: Node, used: float) -> None:
+    def _use(self, node: SglangNode, used: float) -> None:
         node.used = used
         self._offer(node)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: SglangNode) -> None:
         """Enter a node among the leaves that may be evicted, if it is one."""
         if node.num_children or node.locks or node.state_locks or node.parent is None:
             return
@@ -291,21 +291,21 @@ class SglangScheduler:
             self._leaves = [entry for entry in self._leaves if self._is_leaf(entry)]
             heapify(self._leaves)
 
-    def _is_leaf(self, entry: tuple[float, int, Node]) -> bool:
+    def _is_leaf(self, entry: tuple[float, int, SglangNode]) -> bool:
         used, _, node = entry
         is_free = not (node.num_children or node.locks or node.state_locks) and node.parent is not None
         return is_free and used == node.used
 
-    def _lock(self, node: Node) -> None:
+    def _lock(self, node: SglangNode) -> None:
         node.state_locks += 1
-        above: Node | None = node
+        above: SglangNode | None = node
         while above is not None:
             above.locks += 1
             above = above.parent
 
-    def _unlock(self, node: Node) -> None:
+    def _unlock(self, node: SglangNode) -> None:
         node.state_locks -= 1
-        above: Node | None = node
+        above: SglangNode | None = node
         while above is not None:
             above.locks -= 1
             if not above.locks:
@@ -334,12 +334,12 @@ class SglangScheduler:
                 self._drop(entry[2])
         return True
 
-    def _drop_state(self, node: Node) -> None:
+    def _drop_state(self, node: SglangNode) -> None:
         del self._states[node]
         node.has_state = False
         self._free_slots += 1
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: SglangNode) -> None:
         """Evict a leaf: its pages, and its state."""
         if node.has_state:
             self._drop_state(node)

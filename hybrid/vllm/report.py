@@ -50,7 +50,7 @@ def _metrics() -> dict[str, Any]:
     return made
 
 
-class Report:
+class StatsReporter:
     """Shows a mirror's statistics.
 
     Args:

@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Mamb
 from hybrid.vllm.installed import refuse_unknown_version
 from hybrid.vllm.mirror import Mirror, logger
 from hybrid.vllm.options import VllmOptions, refuse_unsupported
-from hybrid.vllm.report import Report
+from hybrid.vllm.report import StatsReporter
 
 
 class Scheduler(AsyncScheduler):
@@ -33,11 +33,11 @@ class Scheduler(AsyncScheduler):
         refuse_unknown_version()
         super().__init__(*args, **kwargs)
         self.mirror: Mirror | None = mirror_of(self.kv_cache_manager, self.vllm_config, lambda: self.waiting)
-        self._report: Report | None = None
+        self._report: StatsReporter | None = None
         if self.mirror is not None and self.log_stats:
             model = self.vllm_config.model_config.served_model_name
             engine = self.vllm_config.parallel_config.data_parallel_index
-            self._report = Report(self.mirror.stats, logger.info, str(model), engine, VLLM_LOG_STATS_INTERVAL)
+            self._report = StatsReporter(self.mirror.stats, logger.info, str(model), engine, VLLM_LOG_STATS_INTERVAL)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Show what the mirror has done, when vLLM shows what it has done itself."""

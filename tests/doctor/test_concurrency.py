@@ -10,10 +10,10 @@ import pytest
 
 from hybrid.doctor import Report, Sizes, Traffic, replay
 from hybrid.doctor.arrivals import Arrivals, Pace
-from hybrid.doctor.batch import Batch
+from hybrid.doctor.batch import ReplayLoop
 from hybrid.doctor.causes import Cause
 from hybrid.doctor.engines import engine_of
-from hybrid.doctor.evicted import AGES, EvictedTokens, Part, Place, age_of
+from hybrid.doctor.evicted import AGES, EvictedKind, EvictedTokens, Replacement, age_of
 from hybrid.doctor.past import Fact
 from hybrid.doctor.request import LoggedRequest, hashed
 from hybrid.errors import ArgumentError
@@ -63,7 +63,7 @@ def test_one_at_a_time_is_one_after_the_other(engine: str) -> None:
     """The loop of steps gives the hits of the model that serves whole requests."""
     requests = list(of_lines(conversations(3, 60)))
     whole, stepped = (engine_of(engine, SIZES, 2_000_000_000) for _ in range(2))
-    begun = Batch(stepped, Arrivals(requests, Pace(1))).run()
+    begun = ReplayLoop(stepped, Arrivals(requests, Pace(1))).run()
     assert [each.hit.num_tokens for each in begun] == [whole.serve(request).num_tokens for request, _ in requests]
 
 
@@ -129,7 +129,11 @@ def test_what_was_evicted_is_divided() -> None:
     ):
         counted.add(number, LoggedRequest(hashed([number]), tokens, tokens + 100), fact, 0, lost)
     first, second = counted.parts()
-    assert (first.part, first.age, first.num_tokens) == (Part.BEGINNING, age_of(2), size - 64)
-    assert first.places == {Place.USED: 0, Place.UNUSED: pytest.approx(95.0, abs=0.1), Place.ANSWERS: 5.0}
-    assert second.part is Part.CONVERSATION and second.num_tokens == 100
+    assert (first.part, first.age, first.num_tokens) == (EvictedKind.BEGINNING, age_of(2), size - 64)
+    assert first.places == {
+        Replacement.USED: 0,
+        Replacement.UNUSED: pytest.approx(95.0, abs=0.1),
+        Replacement.ANSWERS: 5.0,
+    }
+    assert second.part is EvictedKind.CONVERSATION and second.num_tokens == 100
     assert [age_of(n) for n in (1, 10, 11, AGES[-1] + 1)] == ["1 to 10", "1 to 10", "11 to 100", "more than 1,000"]

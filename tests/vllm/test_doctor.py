@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: ma
 
 from hybrid.doctor import Sizes, replay
 from hybrid.doctor.arrivals import Arrivals, Pace
-from hybrid.doctor.batch import Batch
+from hybrid.doctor.batch import ReplayLoop
 from hybrid.doctor.engines import engine_of, installed
 from hybrid.doctor.past import Fact
 from hybrid.doctor.request import LoggedRequest, hashed
@@ -42,7 +42,9 @@ def test_the_model_hits_what_the_scheduler_hits(gigabytes: float, pace: Pace) ->
     make = installed("vllm").make
     assert make is not None
     theirs = {one.arrival.number: one.hit for one in make(SIZES, memory, Arrivals(made, pace)).run()}
-    ours = {one.arrival.number: one.hit for one in Batch(engine_of("vllm", SIZES, memory), Arrivals(made, pace)).run()}
+    ours = {
+        one.arrival.number: one.hit for one in ReplayLoop(engine_of("vllm", SIZES, memory), Arrivals(made, pace)).run()
+    }
     assert sum(hit.num_tokens for hit in theirs.values()) > 0
     assert {number: hit.num_tokens for number, hit in ours.items()} == {
         number: hit.num_tokens for number, hit in theirs.items()

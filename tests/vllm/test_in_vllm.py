@@ -22,7 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager  # noqa: E402
 import hybrid.vllm  # noqa: E402
 from hybrid.errors import UnsupportedModelError  # noqa: E402
 from hybrid.vllm.queue import FreeBlocks  # noqa: E402
-from hybrid.vllm.report import Report  # noqa: E402
+from hybrid.vllm.report import StatsReporter  # noqa: E402
 from hybrid.vllm.scheduler import mirror_of  # noqa: E402
 from support.vllm_served import BLOCK, Served, configuration  # noqa: E402
 
@@ -129,7 +129,7 @@ def test_statistics_are_shown_in_the_log_and_as_metrics() -> None:
     served, lines = Served(60 * BLOCK_BYTES, {}), list[str]()
     mirror = served.mirror
     assert mirror is not None
-    report = Report(mirror.stats, lambda text, *given: lines.append(text % given), "served", 3, 0.0)
+    report = StatsReporter(mirror.stats, lambda text, *given: lines.append(text % given), "served", 3, 0.0)
     for one in conversations(6, 80):
         served.serve([one])
         report.tick(is_idle=True)
