@@ -26,7 +26,7 @@ SECTIONS = {
             "Explanation",
             "TextStream",
             "OutputStream",
-            "Tenant",
+            "TenantConfig",
             "Conversation",
             "Score",
             "Accepted",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hybrid.cache.explain import Explanation
     from hybrid.cache.pins import Pin
     from hybrid.cache.stats import CacheStats
-    from hybrid.engine.config import EngineConfig, Tenant
+    from hybrid.engine.config import EngineConfig, TenantConfig
     from hybrid.engine.conversation import Conversation
     from hybrid.engine.engine import Engine, TextStream
     from hybrid.engine.output import Accepted, Completion, RequestOutput, Usage
@@ -107,7 +107,7 @@ __all__ = [
     "SamplingParams",
     "Score",
     "SpeculationConfig",
-    "Tenant",
+    "TenantConfig",
     "TextStream",
     "ToolCall",
     "Transfer",
@@ -124,7 +124,7 @@ _HOMES = {
     "cache.explain": "Explanation",
     "cache.pins": "Pin",
     "cache.stats": "CacheStats",
-    "engine.config": "EngineConfig Tenant",
+    "engine.config": "EngineConfig TenantConfig",
     "engine.conversation": "Conversation",
     "engine.engine": "Engine TextStream",
     "engine.output": "Accepted Completion RequestOutput Usage",

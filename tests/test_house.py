@@ -251,7 +251,7 @@ def test_the_public_names_are_these() -> None:
         "SamplingParams",
         "Score",
         "SpeculationConfig",
-        "Tenant",
+        "TenantConfig",
         "TextStream",
         "ToolCall",
         "Transfer",

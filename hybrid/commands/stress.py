@@ -148,16 +148,16 @@ class StressReport:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class AnsweredTokens:
     """Tokens that were asked and answered, and the images among them."""
 
     ids: list[int]
     images: tuple[Image, ...] = ()
 
-    def cut(self, end: int) -> Conversation:
+    def cut(self, end: int) -> AnsweredTokens:
         """Its first tokens, up to `end`, without a part of an image."""
         end = min([end, *(image.start for image in self.images if image.start < end < image.end)])
-        return Conversation(self.ids[:end], tuple(image for image in self.images if image.end <= end))
+        return AnsweredTokens(self.ids[:end], tuple(image for image in self.images if image.end <= end))
 
     @property
     def prompt(self) -> list[int] | ImagePrompt:
@@ -169,7 +169,7 @@ class Conversation:
 class StressRequest:
     """A request as it was made."""
 
-    prompt: Conversation
+    prompt: AnsweredTokens
     params: SamplingParams
     namespace: str
 
@@ -214,7 +214,7 @@ class Stress:
         self._alarm = alarm
         self._intruder = Intruder(engine, faults)
         self._images = random_images(seed, engine.model.config.hidden_size)
-        self._conversations: list[Conversation] = []
+        self._conversations: list[AnsweredTokens] = []
         self._live: dict[str, StressRequest] = {}
         self._unsure: set[str] = set()  # their last output may have been interrupted on its way to us
         self._streams: list[Stream] = []
@@ -273,7 +273,7 @@ class Stress:
         """A random request: a next turn, a fork of a conversation, or another one."""
         rng, vocab_size, grid = self.rng, self.engine.model.config.vocab_size, self.engine.cache.config.grid
         kind = rng.random() if self._conversations else 1.0
-        prompt = Conversation([])
+        prompt = AnsweredTokens([])
         if kind < 0.4:
             prompt = rng.choice(self._conversations)
             self.report.turns += 1
@@ -282,11 +282,11 @@ class Stress:
             prompt = prompt.cut(rng.randrange(len(prompt.ids)))
             self.report.forks += 1
         if len(prompt.ids) > MAX_TOKENS - 4 * grid:
-            prompt = Conversation([])
+            prompt = AnsweredTokens([])
         if rng.random() < 0.1:
             image = rng.choice(self._images)
             image = replace(image, start=len(prompt.ids))
-            prompt = Conversation(prompt.ids + [0] * (image.end - image.start), (*prompt.images, image))
+            prompt = AnsweredTokens(prompt.ids + [0] * (image.end - image.start), (*prompt.images, image))
             self.report.images += 1
         count = rng.choice((1, 3, grid - 1, grid, grid + 1, 3 * grid))
         prompt = replace(prompt, ids=prompt.ids + [rng.randrange(vocab_size) for _ in range(count)])

@@ -69,7 +69,7 @@ class InstalledVllm:
         self._scheduler: Any = Scheduler(
             vllm_config=configuration(num_blocks, size),
             kv_cache_config=layout,
-            structured_output_manager=Grammars(),
+            structured_output_manager=NoGrammars(),
             block_size=size,
             hash_block_size=size,
             log_stats=False,
@@ -228,7 +228,7 @@ def configuration(num_blocks: int, block_size: int, budget: int = BUDGET, max_ru
     )
 
 
-class Grammars:
+class NoGrammars:
     """Stands in for vLLM's manager of structured output: there is none."""
 
     def accept_tokens(self, *given: Any) -> bool:

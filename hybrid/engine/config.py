@@ -20,7 +20,7 @@ def _seconds(value: object) -> float:
 
 @checks.known_names
 @dataclass(frozen=True, kw_only=True)
-class Tenant:
+class TenantConfig:
     """The weight and the limits of a sender of requests (`SamplingParams(tenant=...)`, or their namespace).
 
     Args:
@@ -38,13 +38,13 @@ class Tenant:
     max_requests: int | None = None
 
     def __post_init__(self) -> None:
-        weight = checks.number("Tenant: weight", self.weight)
+        weight = checks.number("TenantConfig: weight", self.weight)
         if not 0 < weight < math.inf:
-            raise ArgumentError(f"Tenant: weight must be a positive number; got {checks.shown(self.weight)}")
+            raise ArgumentError(f"TenantConfig: weight must be a positive number; got {checks.shown(self.weight)}")
         object.__setattr__(self, "weight", weight)
         for name in ("max_running", "max_requests"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checks.integer(f"Tenant: {name}", value, 1, remedy=", or None"))
+                object.__setattr__(self, name, checks.integer(f"TenantConfig: {name}", value, 1, remedy=", or None"))
 
 
 @checks.known_names
@@ -90,7 +90,7 @@ class EngineConfig:
     encoding_seconds: float | None = 60.0
     enforce_eager: bool = False
     overlap: bool | None = None
-    tenants: Mapping[str, Tenant] = field(default_factory=dict, hash=False)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict, hash=False)
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -104,10 +104,10 @@ class EngineConfig:
         if self.overlap is not None:
             self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))
         if not isinstance(self.tenants, Mapping) or not all(
-            isinstance(name, str) and isinstance(own, Tenant) for name, own in self.tenants.items()
+            isinstance(name, str) and isinstance(own, TenantConfig) for name, own in self.tenants.items()
         ):
             raise ArgumentError(
-                f"EngineConfig: tenants must be a dict of hybrid.Tenant by name; got {checks.shown(self.tenants)}"
+                f"EngineConfig: tenants must be a dict of hybrid.TenantConfig by name; got {checks.shown(self.tenants)}"
             )
         if self.max_model_len is not None:
             length = checks.integer("EngineConfig: max_model_len", self.max_model_len, 2, remedy=", or None")

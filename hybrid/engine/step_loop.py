@@ -185,8 +185,8 @@ class StepLoop(ABC):
             own = self._config.tenants.get(name)
             if own is not None and own.max_requests is not None and counts[name] > own.max_requests:
                 raise QueueFullError(
-                    f"{name!r} would have {counts[name]} requests: Tenant(max_requests={own.max_requests}); send it "
-                    "when others of it have ended"
+                    f"{name!r} would have {counts[name]} requests: TenantConfig(max_requests={own.max_requests}); "
+                    "send it when others of it have ended"
                 )
 
     @contextmanager

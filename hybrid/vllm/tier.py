@@ -30,7 +30,7 @@ SAMPLE = 32
 """Places that are compared for one to go."""
 
 
-class Place:
+class PrefixChunks:
     """The chunks at the end of one prefix.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
 
     __slots__ = ("above", "at", "end", "keys", "name", "num_below", "usage")
 
-    def __init__(self, name: bytes, end: int, above: Place | None, usage: NodeUsage | None) -> None:
+    def __init__(self, name: bytes, end: int, above: PrefixChunks | None, usage: NodeUsage | None) -> None:
         self.name, self.end, self.above, self.usage = name, end, above, usage
         self.keys: dict[int, bytes] = {}
         self.num_below: int = 0
@@ -70,9 +70,9 @@ class LearnedCachePolicy(LRUCachePolicy):
 
     def _forget_all(self) -> None:
         self._num_evictable = 0
-        self._places: dict[bytes, Place] = {}
-        self._resumable: list[Place] = []
-        self._loose: dict[Place, None] = {}  # those with chunks that save nothing
+        self._places: dict[bytes, PrefixChunks] = {}
+        self._resumable: list[PrefixChunks] = []
+        self._loose: dict[PrefixChunks, None] = {}  # those with chunks that save nothing
         self._groups: set[int] = set()
         self._absent: Counter[int] = Counter()  # of each group, places that were passed without it
         self.states: set[int] = set()
@@ -176,7 +176,7 @@ class LearnedCachePolicy(LRUCachePolicy):
             path.setdefault(get_offload_block_hash(key), (end, []))[1].append(key)
         known = [*sorted(path.items(), key=lambda one: one[1][0])]
         self._count_use([name for name, _ in known])
-        above: Place | None = None
+        above: PrefixChunks | None = None
         is_new = False  # the place above is of this request
         for name, (end, keys) in known:
             here = {get_offload_group_idx(key): key for key in keys if self.get(key) is not None}
@@ -189,7 +189,7 @@ class LearnedCachePolicy(LRUCachePolicy):
                 if above is not None and is_new:
                     self._absent.update(self._groups - above.keys.keys())
                 is_new = True
-                place = self._places[name] = Place(name, end, above, self._gone.pop(name, None))
+                place = self._places[name] = PrefixChunks(name, end, above, self._gone.pop(name, None))
                 if above is not None:
                     self._count_below(above, 1)
             else:
@@ -216,7 +216,7 @@ class LearnedCachePolicy(LRUCachePolicy):
             if is_here:
                 return
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: PrefixChunks) -> None:
         """Note what a place is now: one to resume at, one that is needed by others, or loose."""
         can_resume = self._groups <= place.keys.keys()
         if can_resume and place.at < 0:
@@ -238,18 +238,18 @@ class LearnedCachePolicy(LRUCachePolicy):
         if not place.keys and not place.num_below:
             self._forget(place)
 
-    def _own(self, place: Place) -> list[bytes]:
+    def _own(self, place: PrefixChunks) -> list[bytes]:
         """The chunks of a place that nothing below it needs."""
         return [key for group, key in place.keys.items() if not place.num_below or group in self.states]
 
-    def _count_below(self, place: Place, more: int) -> None:
+    def _count_below(self, place: PrefixChunks, more: int) -> None:
         """Another place continues from one, or one less."""
         place.num_below += more
         if place.at >= 0 and place.num_below == max(0, more):
             self._policy.changed(self._facts(place))
         self._settle(place)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: PrefixChunks) -> None:
         """Take out a place that has no chunks and nothing below."""
         del self._places[place.name]
         if place.usage is not None:
@@ -266,7 +266,7 @@ class LearnedCachePolicy(LRUCachePolicy):
         if place is not None and place.keys.pop(get_offload_group_idx(key), None) is not None:
             self._settle(place)
 
-    def _facts(self, place: Place) -> Facts:
+    def _facts(self, place: PrefixChunks) -> Facts:
         """The facts about a place where requests can resume."""
         assert place.usage is not None
         freed, above = len(self._own(place)), place.above
@@ -280,7 +280,7 @@ class LearnedCachePolicy(LRUCachePolicy):
 
     def _choose(self, n: int, protected: set[bytes], taken: dict[bytes, Any]) -> None:
         """Choose up to n chunks."""
-        kept: set[Place] = set()  # chunks of these are read, or protected
+        kept: set[PrefixChunks] = set()  # chunks of these are read, or protected
         while len(taken) < n:
             place = next((one for one in self._loose if one not in kept), None) or self._least(kept)
             if place is None:
@@ -292,10 +292,10 @@ class LearnedCachePolicy(LRUCachePolicy):
                     taken[key] = chunk
                     self._lose(key)
 
-    def _least(self, kept: set[Place]) -> Place | None:
+    def _least(self, kept: set[PrefixChunks]) -> PrefixChunks | None:
         """The place of a sample where least is lost."""
         places = self._resumable
-        sample: Iterator[Place] = (self._rng.choice(places) for _ in range(SAMPLE if places else 0))
+        sample: Iterator[PrefixChunks] = (self._rng.choice(places) for _ in range(SAMPLE if places else 0))
         if len(places) <= SAMPLE:
             sample = iter(places)
         ranked = [(self._policy.rank(self._facts(one)), one.end, one) for one in sample if one not in kept]

@@ -15,7 +15,7 @@ from hybrid import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    Tenant,
+    TenantConfig,
 )
 from hybrid.engine.waiting import MAX_OVERTAKING, MAX_SERVED, WaitingQueue
 from support.calls import calls_of
@@ -69,7 +69,9 @@ def test_namespaces_get_equal_shares_of_seats_and_of_a_step() -> None:
 
 def test_tenants_who_share_a_namespace_get_turns_and_shares_of_their_weights() -> None:
     config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=200, tenants={"a": Tenant(weight=3), "c": Tenant(max_running=1)}
+        max_num_seqs=8,
+        max_num_batched_tokens=200,
+        tenants={"a": TenantConfig(weight=3), "c": TenantConfig(max_running=1)},
     )
     engine = engine_without_model(pages=4000, states=80, config=config)
     tenants = {}
@@ -88,20 +90,20 @@ def test_tenants_who_share_a_namespace_get_turns_and_shares_of_their_weights() -
 
 
 def test_a_tenant_has_as_many_requests_as_it_may(tiny: Engine) -> None:
-    config = replace(tiny.config, tenants={"a": Tenant(max_requests=2)})
+    config = replace(tiny.config, tenants={"a": TenantConfig(max_requests=2)})
     engine = Engine(tiny.loaded, engine_on(tiny).cache, config)
     first = engine.add_request(ids(20), greedy(3, tenant="a"))
     engine.add_request(ids(20), greedy(3), namespace="a")
     engine.step()
-    with pytest.raises(QueueFullError, match=r"'a' would have 3 requests: Tenant\(max_requests=2\)"):
+    with pytest.raises(QueueFullError, match=r"'a' would have 3 requests: TenantConfig\(max_requests=2\)"):
         engine.add_request(ids(20), greedy(3, tenant="a"))
     engine.add_request(ids(20), greedy(3))
     assert first in run_to_end(engine)
     engine.add_request(ids(20), greedy(3, tenant="a"))
     run_to_end(engine)
     for wrong in ({"weight": 0}, {"weight": float("inf")}, {"max_running": 0}, {"max_requests": 1.5}):
-        with pytest.raises(ArgumentError, match=f"Tenant: {next(iter(wrong))}"):
-            Tenant(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=f"TenantConfig: {next(iter(wrong))}"):
+            TenantConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tenants must be a dict"):
         EngineConfig(tenants={"a": 2})  # type: ignore[dict-item]
 
