@@ -21,7 +21,9 @@ class RadixNode:
     __slots__ = ("hashes", "num_children", "parent")
 
     def __init__(self, parent: Self | None, hashes: array[int]) -> None:
-        self.parent, self.hashes, self.num_children = parent, hashes, 0
+        self.parent: Self | None = parent
+        self.hashes: array[int] = hashes
+        self.num_children: int = 0
 
 
 N = TypeVar("N", bound=RadixNode)

@@ -52,8 +52,10 @@ class SglangNode(RadixNode):
 
     def __init__(self, parent: SglangNode | None, hashes: array[int], used: float) -> None:
         super().__init__(parent, hashes)
-        self.used, self.has_state = used, False
-        self.locks = self.state_locks = 0
+        self.used: float = used
+        self.has_state: bool = False
+        self.locks: int = 0
+        self.state_locks: int = 0
 
 
 class SglangRunning:

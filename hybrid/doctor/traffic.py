@@ -46,9 +46,12 @@ class Traffic:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
-        self.num_requests = self.num_prompt_tokens = self.num_tokens = 0
-        self.seconds = 0.0
-        self.is_text, self.has_times = False, True
+        self.num_requests: int = 0
+        self.num_prompt_tokens: int = 0
+        self.num_tokens: int = 0
+        self.seconds: float = 0.0
+        self.is_text: bool = False
+        self.has_times: bool = True
         self.tokenizer: Any = None
         self.examples: dict[Rewrite, Example] = {}
         self._namespaces: dict[str, int] = {}

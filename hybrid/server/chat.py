@@ -135,7 +135,7 @@ class ChatWriter:
     def __init__(
         self, server: Server, params: SamplingParams, tools: Tools, usage_at_end: bool, usage_always: bool
     ) -> None:
-        self.id = new_id("chatcmpl-")
+        self.id: str = new_id("chatcmpl-")
         self.parts: Digests | None = None
         self._server = server
         self._params = params

@@ -93,7 +93,7 @@ class CompletionWriter:
         usage_at_end: bool,
         usage_always: bool,
     ) -> None:
-        self.id = new_id("cmpl-")
+        self.id: str = new_id("cmpl-")
         self.parts: Digests | None = None
         self._params = params
         self._prefix = prefix

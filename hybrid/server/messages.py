@@ -103,7 +103,7 @@ class MessageWriter:
     """
 
     def __init__(self, server: Server, params: SamplingParams, prompt: AnthropicPrompt) -> None:
-        self.id = new_id("msg_")
+        self.id: str = new_id("msg_")
         self._server = server
         self._tools = prompt.tools
         self._changes = Changes(params.n)

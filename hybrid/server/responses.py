@@ -201,7 +201,7 @@ class ResponseWriter:
     """
 
     def __init__(self, server: Server, params: SamplingParams, tools: Tools, instructions: str | None) -> None:
-        self.id = new_id("resp_")
+        self.id: str = new_id("resp_")
         self.parts: Digests | None = None
         self._tools = tools
         self._changes = Changes(1)

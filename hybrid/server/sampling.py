@@ -20,7 +20,7 @@ MORE = ("top_k", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "ski
 HARMLESS = ("user", "metadata", "safety_identifier", "service_tier", "store", "prompt_cache_key")
 """Fields of OpenAI's API that change no answer of one server."""
 
-RETENTION = {"in_memory": None, "in-memory": None, "24h": 86400.0}
+RETENTION: dict[str, float | None] = {"in_memory": None, "in-memory": None, "24h": 86400.0}
 TTL = {"30m": 1800.0, "12h": 43200.0, "5m": 300.0, "1h": 3600.0}
 """Seconds for which a prefix is pinned."""
 

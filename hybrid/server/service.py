@@ -102,9 +102,9 @@ class Server:
         self.name = name
         self.tenants = tenants
         self.limits = limits
-        self.records = Records()
-        self.created = int(time.time())
-        self.is_draining = False
+        self.records: Records = Records()
+        self.created: int = int(time.time())
+        self.is_draining: bool = False
         self._max_body = limits.body_bytes
 
     @property
@@ -305,7 +305,7 @@ class CallReader:
     def __init__(self, records: list[RequestRecord]) -> None:
         self._records = records
         self.streams: list[OutputStream] = []
-        self.has_left = False
+        self.has_left: bool = False
         self.failure: HttpError | None = None
 
     def abort(self) -> None:

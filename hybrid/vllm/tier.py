@@ -24,7 +24,7 @@ from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Kind, NodeUsage
 from hybrid.tree.policy import Facts
 
-logger = logging.getLogger("vllm.hybrid")
+logger: logging.Logger = logging.getLogger("vllm.hybrid")
 
 SAMPLE = 32
 """Places that are compared for one to go."""
@@ -46,7 +46,10 @@ class PrefixChunks:
     __slots__ = ("above", "at", "end", "keys", "name", "num_below", "usage")
 
     def __init__(self, name: bytes, end: int, above: PrefixChunks | None, usage: NodeUsage | None) -> None:
-        self.name, self.end, self.above, self.usage = name, end, above, usage
+        self.name: bytes = name
+        self.end: int = end
+        self.above: PrefixChunks | None = above
+        self.usage: NodeUsage | None = usage
         self.keys: dict[int, bytes] = {}
         self.num_below: int = 0
         self.at: int = -1
