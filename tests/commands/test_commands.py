@@ -391,6 +391,7 @@ SMALL = {
     "stress": ["--no-model", "--no-signals", "--operations", "20"],
     "parity": [],
     "demo": [],
+    "serve": ["tiny", "--port", "0", "--memory", "8MiB"],
 }
 
 

@@ -37,7 +37,7 @@ LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
         ("max_new_tokens", 1.5),
         ("max_new_tokens", True),
         ("temperature", -0.1),

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make vllm")
+from support.vllm_needed import require_vllm
 
-from hybrid.doctor import Sizes, replay
-from hybrid.doctor.arrivals import Arrivals, Pace
-from hybrid.doctor.batch import ReplayLoop
-from hybrid.doctor.engines import engine_of, installed
-from hybrid.doctor.past import Fact
-from hybrid.doctor.request import LoggedRequest, hashed
-from support.doctor_traffic import written
+require_vllm()
+
+from hybrid.doctor import Sizes, replay  # noqa: E402
+from hybrid.doctor.arrivals import Arrivals, Pace  # noqa: E402
+from hybrid.doctor.batch import ReplayLoop  # noqa: E402
+from hybrid.doctor.engines import engine_of, installed  # noqa: E402
+from hybrid.doctor.past import Fact  # noqa: E402
+from hybrid.doctor.request import LoggedRequest, hashed  # noqa: E402
+from support.doctor_traffic import written  # noqa: E402
 
 SIZES = Sizes(32768, 51511296)
 
