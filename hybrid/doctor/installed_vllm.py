@@ -180,8 +180,20 @@ def groups_of(sizes: Sizes, block_size: int) -> tuple[list[Any], int]:
     return made, pages.page_size_bytes * size
 
 
-def configuration(num_blocks: int, block_size: int, budget: int = BUDGET, max_running: int = MAX_RUNNING) -> Any:
-    """The part of vLLM's configuration that its scheduler reads."""
+def configuration(
+    num_blocks: int,
+    block_size: int,
+    budget: int = BUDGET,
+    max_running: int = MAX_RUNNING,
+    max_model_len: int = MAX_MODEL_LEN,
+    additional: dict[str, Any] | None = None,
+) -> Any:
+    """The part of vLLM's configuration that its scheduler reads.
+
+    Args:
+        budget: tokens of a step.
+        additional: what plugins read, vLLM's `additional_config`.
+    """
     cache: dict[str, Any] = {"enable_prefix_caching": True, "num_gpu_blocks": num_blocks, "block_size": block_size}
     cache |= {"mamba_cache_mode": "align", "prefix_cache_retention_interval": 0}
     cache |= dict.fromkeys(("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"), False)
@@ -201,7 +213,7 @@ def configuration(num_blocks: int, block_size: int, budget: int = BUDGET, max_ru
     )
     scheduler |= dict.fromkeys(("long_prefill_token_threshold_adaptive", "async_scheduling"), False)
     scheduler |= dict.fromkeys(("disable_chunked_mm_input", "disable_hybrid_kv_cache_manager"), False)
-    model: dict[str, Any] = {"runner_type": "generate", "max_model_len": MAX_MODEL_LEN, "multimodal_config": None}
+    model: dict[str, Any] = {"runner_type": "generate", "max_model_len": max_model_len, "multimodal_config": None}
     model |= dict.fromkeys(("uses_mrope", "is_encoder_decoder", "is_diffusion", "supports_multimodal_inputs"), False)
     model |= dict.fromkeys(("return_sampling_mask", "enable_return_routed_experts", "is_multimodal_model"), False)
     parallel = dict.fromkeys(("data_parallel_index", "data_parallel_rank"), 0)
@@ -218,7 +230,7 @@ def configuration(num_blocks: int, block_size: int, budget: int = BUDGET, max_ru
         observability_config=SimpleNamespace(per_request_spec_decode_metrics=None, **seen),
         ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
         aux_output_config=SimpleNamespace(enabled=False),
-        additional_config={},
+        additional_config=additional or {},
         is_mm_encoder_only=False,
         max_in_flight_tokens=budget,
         max_concurrent_batches=1,

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from hybrid.doctor import installed_vllm
 from hybrid.vllm.mirror import Mirror
 from hybrid.vllm.scheduler import mirror_of
 
@@ -47,64 +48,9 @@ def groups(states_within: bool) -> tuple[list[KVCacheGroupSpec], int]:
 
 def configuration(num_blocks: int, chunk: int, max_running: int, options: dict[str, Any]) -> SimpleNamespace:
     """The part of vLLM's configuration that its scheduler reads."""
-    cache = {"enable_prefix_caching": True, "num_gpu_blocks": num_blocks, "block_size": BLOCK}
-    cache |= {"mamba_cache_mode": "align", "prefix_cache_retention_interval": 0}
-    cache |= dict.fromkeys(("enable_mamba_shared_prefix_checkpoint", "enable_mamba_fine_grained_prefix_cache"), False)
-    scheduler = {"max_num_seqs": max_running, "max_num_batched_tokens": chunk, "policy": "fcfs", "watermark": 0.0}
-    scheduler |= dict.fromkeys(("max_num_active_seqs", "max_num_scheduled_tokens", "scheduler_cls"))
-    scheduler |= dict.fromkeys(
-        ("prefill_schedule_interval", "max_num_partial_prefills", "max_long_partial_prefills"), 1
-    )
-    scheduler |= dict.fromkeys(("scheduler_reserve_full_isl", "enable_chunked_prefill"), True)
-    scheduler |= dict.fromkeys(
-        ("long_prefill_token_threshold", "max_num_encoder_input_tokens", "encoder_cache_size"), 0
-    )
-    scheduler |= dict.fromkeys(("long_prefill_token_threshold_adaptive", "async_scheduling"), False)
-    scheduler |= dict.fromkeys(("disable_chunked_mm_input", "disable_hybrid_kv_cache_manager"), False)
-    model = dict.fromkeys(("uses_mrope", "is_encoder_decoder", "is_diffusion", "supports_multimodal_inputs"), False)
-    model |= dict.fromkeys(("return_sampling_mask", "enable_return_routed_experts", "is_multimodal_model"), False)
-    model |= {"runner_type": "generate", "max_model_len": 65536, "multimodal_config": None}
-    parallel = dict.fromkeys(("data_parallel_index", "data_parallel_rank"), 0)
-    sizes = (
-        "decode_context_parallel",
-        "prefill_context_parallel",
-        "pipeline_parallel",
-        "data_parallel",
-        "tensor_parallel",
-    )
-    parallel |= dict.fromkeys([*(f"{name}_size" for name in sizes), "world_size"], 1)
-    seen = dict.fromkeys(("kv_cache_metrics", "enable_mfu_metrics", "enable_logging_iteration_details"), False)
-    nothing = ("lora", "kv_events", "kv_transfer", "ec_transfer", "speculative", "diffusion", "watermark")
-    zero = ("num_speculative", "num_lookahead", "num_prefill_lookahead", "num_hash_lookahead")
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(**scheduler),
-        cache_config=SimpleNamespace(**cache),
-        model_config=SimpleNamespace(**model),
-        parallel_config=SimpleNamespace(**parallel),
-        observability_config=SimpleNamespace(per_request_spec_decode_metrics=None, **seen),
-        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
-        aux_output_config=SimpleNamespace(enabled=False),
-        additional_config={"hybrid": options},
-        is_mm_encoder_only=False,
-        max_in_flight_tokens=chunk,
-        max_concurrent_batches=1,
-        use_v2_model_runner=hasattr(Request, "next_decode_eligible_step"),
-        **dict.fromkeys(f"{name}_config" for name in nothing),
-        **dict.fromkeys((f"{name}_tokens" for name in zero), 0),
-    )
-
-
-class Grammars:
-    """Stands in for vLLM's manager of structured output: there is none."""
-
-    def accept_tokens(self, *given: Any) -> bool:
-        return True
-
-    def should_advance(self, *given: Any) -> bool:
-        return False
-
-    def grammar_bitmask(self, *given: Any) -> None:
-        return None
+    found = installed_vllm.configuration(num_blocks, BLOCK, chunk, max_running, 65536, {"hybrid": options})
+    assert isinstance(found, SimpleNamespace)
+    return found
 
 
 class Served:
@@ -145,7 +91,7 @@ class Served:
         self.scheduler: Any = made(
             vllm_config=config,
             kv_cache_config=layout,
-            structured_output_manager=Grammars(),
+            structured_output_manager=installed_vllm.NoGrammars(),
             block_size=BLOCK,
             hash_block_size=BLOCK,
             log_stats=False,
