@@ -14,8 +14,7 @@ from typing import Any
 
 from hybrid.checks import shown
 from hybrid.errors import PromptError
-
-Message = dict[str, Any]
+from hybrid.prompts.messages import Message
 
 NAMES = ("cache_control", "prompt_cache_breakpoint")
 """Keys of a message, or of a part of one, at whose end there is a breakpoint."""

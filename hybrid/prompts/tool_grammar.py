@@ -49,15 +49,19 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
 
 
-def _json_call(function: Mapping[str, Any]) -> str:
-    call = {
+def call_schema(name: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call: the name of its tool, and arguments that have a schema."""
+    return {
         "type": "object",
-        "properties": {"name": {"const": function.get("name")}, "arguments": _schema(function)},
+        "properties": {"name": {"const": name}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     }
-    return f"%json {json.dumps(call)}"
+
+
+def _json_call(function: Mapping[str, Any]) -> str:
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"%json {json.dumps(call_schema(function.get('name'), _schema(function)) | {'x-guidance': options})}"
 
 
 def _xml_call(function: Mapping[str, Any]) -> str:

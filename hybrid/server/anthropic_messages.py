@@ -15,7 +15,7 @@ from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import image_from
 from hybrid.server.records import Digests
-from hybrid.server.tools import NOTHING, Tools, checked_tools
+from hybrid.server.tools import Tools, checked_tools, read_function
 
 
 @dataclass
@@ -80,8 +80,7 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
     if found.messages[-1]["role"] == "assistant":
         found.options["continue_final_message"] = True
     found.tools, found.tools_ttl = _tools(fields, template)
-    if found.tools.functions and found.tools.is_written:
-        found.options["tools"] = [*found.tools.functions]
+    found.options |= found.tools.in_prompt
     _read_thinking(fields, template, found)
     config = fields.nested("output_config")
     if config is not None:
@@ -264,17 +263,9 @@ def _tools(fields: Fields, template: str) -> tuple[Tools, str | None]:
     for number, value in enumerate(fields.array("tools") or ()):
         tool = Fields(value, f"{fields.path('tools')}[{number}]")
         tool.one_of("type", ("custom",), "custom")
-        name = tool.text("name")
-        if not name:
-            raise tool.refuse("name", "a text", name)
-        function: dict[str, Any] = {"name": name}
-        if (description := tool.text("description")) is not None:
-            function["description"] = description
-        function["parameters"] = tool.dictionary("input_schema") or NOTHING
-        tool.boolean("strict")
+        functions.append(read_function(tool, "input_schema"))
         ttl = cache_control(tool) or ttl
         tool.close()
-        functions.append({"type": "function", "function": function})
     wanted = fields.nested("tool_choice")
     kind, name = ("auto" if functions else "none"), None
     if wanted is not None:

@@ -28,15 +28,11 @@ DONE = b"data: [DONE]\n\n"
 
 async def chat_completions(server: Server, call: Call) -> None:
     """Answer `POST /v1/chat/completions`."""
-    fields = Fields(await server.body(call))
-    model = fields.text("model")
-    server.check_model(model)
+    fields, model = await server.read(call)
     template = server.template
     prompt: dict[str, Any] = {"messages": openai_messages(fields.array("messages"), "messages", template)}
     tools = openai_tools(fields, template)
-    if tools.functions and tools.is_written:
-        prompt["tools"] = [*tools.functions]
-    prompt |= template_fields(fields)
+    prompt |= tools.in_prompt | template_fields(fields)
     own = tools.params(structured_of(fields)) | {"parse_response": server.takes_apart}
     params = openai_params(fields, server.defaults, server.max_tokens, "max_completion_tokens", "max_tokens")
     params = changed(params, own | {"logprobs": read_logprobs(fields)}, fields)

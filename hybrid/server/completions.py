@@ -26,9 +26,7 @@ from hybrid.server.service import Server, new_id
 
 async def completions(server: Server, call: Call) -> None:
     """Answer `POST /v1/completions`."""
-    fields = Fields(await server.body(call))
-    model = fields.text("model")
-    server.check_model(model)
+    fields, model = await server.read(call)
     prompts = read_prompts(fields)
     structured = structured_of(fields)
     params = openai_params(fields, server.defaults, 16, "max_tokens")
@@ -149,8 +147,7 @@ class CompletionWriter:
 
 async def tokenize(server: Server, call: Call) -> None:
     """Answer `POST /tokenize`: the token ids of a text, or of messages with the chat template."""
-    fields = Fields(await server.body(call))
-    server.check_model(fields.text("model"))
+    fields, _ = await server.read(call)
     prompt: Prompt
     if "messages" in fields:
         messages = openai_messages(fields.array("messages"), "messages", server.template)
@@ -174,8 +171,7 @@ async def tokenize(server: Server, call: Call) -> None:
 
 async def detokenize(server: Server, call: Call) -> None:
     """Answer `POST /detokenize`: the text of token ids."""
-    fields = Fields(await server.body(call))
-    server.check_model(fields.text("model"))
+    fields, _ = await server.read(call)
     tokens = fields.array("tokens") or []
     fields.close()
     most = server.engine.engine.model.config.vocab_size

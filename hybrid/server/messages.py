@@ -35,9 +35,7 @@ DELTAS = {
 
 async def messages(server: Server, call: Call) -> None:
     """Answer `POST /v1/messages`."""
-    fields = Fields(await server.body(call))
-    model = fields.text("model")
-    server.check_model(model)
+    fields, model = await server.read(call)
     prompt = read_prompt(fields, server.template)
     params = read_params(fields, server.defaults)
     own = prompt.tools.params(prompt.structured) | {"parse_response": server.takes_apart}
@@ -60,8 +58,7 @@ async def messages(server: Server, call: Call) -> None:
 
 async def count_tokens(server: Server, call: Call) -> None:
     """Answer `POST /v1/messages/count_tokens`."""
-    fields = Fields(await server.body(call))
-    server.check_model(fields.text("model"))
+    fields, _ = await server.read(call)
     prompt = read_prompt(fields, server.template)
     fields.only("speed", "standard")
     fields.close()

@@ -22,7 +22,7 @@ from hybrid.server.openai_messages import ROLES, image_of
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, schema_of
 from hybrid.server.service import Server, new_id
-from hybrid.server.tools import Tools, checked_tools, read_function
+from hybrid.server.tools import Tools, openai_tools
 
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 """Names of the events of an item's text, by its kind."""
@@ -30,17 +30,13 @@ TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call
 
 async def responses(server: Server, call: Call) -> None:
     """Answer `POST /v1/responses`."""
-    fields = Fields(await server.body(call))
-    model = fields.text("model")
-    server.check_model(model)
+    fields, model = await server.read(call)
     template = server.template
     instructions = fields.text("instructions")
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     messages += read_input(fields)
-    tools = read_tools(fields, template)
-    prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True}
-    if tools.functions and tools.is_written:
-        prompt["tools"] = [*tools.functions]
+    tools = openai_tools(fields, template, are_flat=True)
+    prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True} | tools.in_prompt
     own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
     params = openai_params(fields, server.defaults, server.max_tokens, "max_output_tokens")
     params = changed(params, own, fields)
@@ -141,32 +137,6 @@ def _function_call(item: Fields) -> dict[str, Any]:
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     call["id"] = item.text("call_id") or ""
     return call
-
-
-def read_tools(fields: Fields, template: str) -> Tools:
-    """Read the tools of a body.
-
-    Raises:
-        HttpError: they cannot be used.
-    """
-    functions = []
-    for number, value in enumerate(fields.array("tools") or ()):
-        tool = Fields(value, f"{fields.path('tools')}[{number}]")
-        if tool.one_of("type", ("function",), "") != "function":
-            raise tool.refuse("type", "'function'", None)
-        functions.append({"type": "function", "function": read_function(tool)})
-    given, name = fields.take("tool_choice"), None
-    if isinstance(given, dict):
-        wanted = Fields(given, fields.path("tool_choice"))
-        wanted.one_of("type", ("function",), "function")
-        name, choice = wanted.text("name"), "named"
-        wanted.close()
-    elif given in (None, "auto", "none", "required"):
-        choice = given or ("auto" if functions else "none")
-    else:
-        raise fields.refuse("tool_choice", "'auto', 'none', 'required' or a function", given)
-    fields.boolean("parallel_tool_calls")
-    return checked_tools(functions, choice, name, template)
 
 
 def read_text_format(fields: Fields) -> dict[str, Any] | None:

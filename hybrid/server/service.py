@@ -14,10 +14,12 @@ from uuid import uuid4
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ClosedError
+from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of, full
+from hybrid.server.fields import Fields
 from hybrid.server.records import Digests, Records, RequestRecord
 from hybrid.server.tenants import Tenants
 from hybrid.units import byte_count
@@ -126,9 +128,7 @@ class Server:
     @property
     def takes_apart(self) -> bool:
         """Tell whether answers have parts: reasoning, or calls of tools."""
-        marks = ("<think>", "tool_call", "reasoning_content")
-        has_own = getattr(self.tokenizer, "response_schema", None) is not None
-        return has_own or any(mark in self.template for mark in marks)
+        return bool(self.template) and template_of(self.tokenizer) is not None
 
     def with_adapter(self, params: SamplingParams, name: str | None) -> SamplingParams:
         """Parameters for a request that names an adapter as its model."""
@@ -155,9 +155,16 @@ class Server:
         request = await asyncio.to_thread(self.engine.engine.prepare, prompt, one, namespace, "encoded")
         return list(request.ids[: request.prompt_len])
 
-    async def body(self, call: Call) -> Any:
-        """The body of a call, within the limits."""
-        return await call.body(self._max_body, self.limits.body_seconds)
+    async def read(self, call: Call) -> tuple[Fields, str | None]:
+        """The fields of a call's body, within the limits, and the model that it names.
+
+        Raises:
+            HttpError: the body cannot be used, or it names another model.
+        """
+        fields = Fields(await call.body(self._max_body, self.limits.body_seconds))
+        model = fields.text("model")
+        self.check_model(model)
+        return fields, model
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request to another model.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from hybrid.prompts.tool_grammar import call_schema
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 
@@ -47,6 +49,11 @@ class Tools:
         return {"structured": structured, "tools": self.functions, "tool_choice": choice if self.functions else "auto"}
 
     @property
+    def in_prompt(self) -> dict[str, Any]:
+        """The options of a chat template that writes them."""
+        return {"tools": [*self.functions]} if self.functions and self.is_written else {}
+
+    @cached_property
     def forced(self) -> dict[str, Any] | None:
         """The schema of a call that must be made by a model whose template knows no tools: of the arguments of the one
         that it can be, or of the name and the arguments where there are several. None: none must."""
@@ -54,9 +61,9 @@ class Tools:
             return None
         if (only := self.only) is not None:
             return parameters_of(only)
-        return {"anyOf": [_call_schema(function) for function in self.functions]}
+        return {"anyOf": [call_schema(one["function"]["name"], parameters_of(one)) for one in self.functions]}
 
-    @property
+    @cached_property
     def only(self) -> dict[str, Any] | None:
         """The one tool that can be called where one must be; None: there are several."""
         found = [function for function in self.functions if self.name in (None, function["function"]["name"])]
@@ -67,16 +74,6 @@ def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments."""
     found: dict[str, Any] = tool["function"]["parameters"]
     return found
-
-
-def _call_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    name = {"const": tool["function"]["name"]}
-    return {
-        "type": "object",
-        "properties": {"name": name, "arguments": parameters_of(tool)},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None, template: str) -> Tools:
@@ -102,8 +99,11 @@ def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None
     return Tools(tuple(functions), choice, name, "tools" in template)
 
 
-def openai_tools(fields: Fields, template: str) -> Tools:
-    """Read the tools of OpenAI's chat completions.
+def openai_tools(fields: Fields, template: str, *, are_flat: bool = False) -> Tools:
+    """Read the tools of OpenAI's chat completions, or of its responses.
+
+    Args:
+        are_flat: a function stands in the tool itself, as in responses, and not in an object of its own.
 
     Raises:
         HttpError: they cannot be used.
@@ -113,16 +113,19 @@ def openai_tools(fields: Fields, template: str) -> Tools:
         tool = Fields(value, f"{fields.path('tools')}[{number}]")
         if tool.one_of("type", ("function",), "") != "function":
             raise tool.refuse("type", "'function'", None)
-        function = tool.nested("function")
+        function = tool if are_flat else tool.nested("function")
         if function is None:
             raise tool.refuse("function", "an object with a name", None)
-        functions.append({"type": "function", "function": read_function(function)})
+        functions.append(read_function(function))
+        function.close()
         tool.close()
     given = fields.take("tool_choice")
     name = None
     if isinstance(given, dict):
         wanted = Fields(given, fields.path("tool_choice"))
-        if wanted.one_of("type", ("function",), "function") and (inner := wanted.nested("function")) is not None:
+        wanted.one_of("type", ("function",), "function")
+        inner = wanted if are_flat else wanted.nested("function")
+        if inner is not None:
             name = inner.text("name")
             inner.close()
         wanted.close()
@@ -135,8 +138,11 @@ def openai_tools(fields: Fields, template: str) -> Tools:
     return checked_tools(functions, choice, name, template)
 
 
-def read_function(fields: Fields) -> dict[str, Any]:
-    """The description of a function: name, description and parameters.
+def read_function(fields: Fields, parameters: str = "parameters") -> dict[str, Any]:
+    """The description of a function as chat templates take it: name, description and parameters.
+
+    Args:
+        parameters: name of the field with their schema.
 
     Raises:
         HttpError: it has no name, or something is of a wrong type.
@@ -147,7 +153,6 @@ def read_function(fields: Fields) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name}
     if (description := fields.text("description")) is not None:
         found["description"] = description
-    found["parameters"] = fields.dictionary("parameters") or NOTHING
+    found["parameters"] = fields.dictionary(parameters) or NOTHING
     fields.boolean("strict")  # arguments of a call that must be made follow the schema always
-    fields.close()
-    return found
+    return {"type": "function", "function": found}

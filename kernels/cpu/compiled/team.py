@@ -82,11 +82,7 @@ def _call(context, address, signature, args, first, last):
     return types.int32(types.int64, types.int64, types.int64, types.int64, types.int64), generate
 
 
-def _has_modes(*names: str) -> bool:
-    return platform.machine().lower() in names
-
-
-_IS_X86, _IS_ARM = _has_modes("x86_64", "amd64"), _has_modes("aarch64", "arm64")
+_IS_X86, _IS_ARM = (platform.machine().lower() in names for names in (("x86_64", "amd64"), ("aarch64", "arm64")))
 
 _FLUSHES = 0x8040 if _IS_X86 else 1 << 24
 """Bits of MXCSR (flush to zero, denormals are zero) and of FPCR (FZ)."""
