@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.fingerprints import fingerprint_named, writer_of
 from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.tiers import Tiers
-from hybrid.checks import integer
+from hybrid.checks import integer, shown
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
 from hybrid.key import Key
 from hybrid.memory.digests import Contents
@@ -25,6 +26,9 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Kind, Node, StateLock
 from hybrid.tree.tree import Tree
+
+Only = Literal["deepest"]
+"""The checkpoints that are saved, where not all are."""
 
 
 class Archives:
@@ -56,7 +60,12 @@ class Archives:
         self._tiers = tiers
 
     def collect(
-        self, keys: Iterable[Key] | None, namespace: str | None, model: str | Fingerprint, after: int = 0
+        self,
+        keys: Iterable[Key] | None,
+        namespace: str | None,
+        model: str | Fingerprint,
+        after: int = 0,
+        only: Only | None = None,
     ) -> Archive:
         """Copy prefixes up to their last checkpoints. Changes nothing.
 
@@ -64,16 +73,23 @@ class Archives:
             keys: prompts; None: everything, or everything of `namespace`.
             model: a name for the model and its weights, or a whole fingerprint.
             after: leave out the pages of the first `after` tokens, rounded down to whole pages.
+            only: "deepest": leave out checkpoints but the last of each prompt, or of each path where there are none.
 
         Raises:
             PromptError: nothing is cached of one of the prompts, or in the namespace.
-            ArgumentError: `after` is not a number of tokens, or there are no contents that can be read.
+            ArgumentError: `after` is not a number of tokens, `only` is something else, or there are no contents that
+                can be read.
         """
         fingerprint = fingerprint_named(self._memory, self._config, model)
         tree, reader = self._tree, writer_of(self._memory)
         after = integer("after", after, 0)
         after -= after % tree.page_size
-        wanted = _wanted(tree, keys, namespace)
+        if only not in (None, "deepest"):
+            raise ArgumentError(f"only must be 'deepest', or None; got {shown(only)}")
+        ends = _ends(tree, keys, namespace)
+        wanted = {node for end in ends for node in _path(end)}
+        if only is not None and keys is None:
+            ends -= {above for end in ends for above in _path(end) if above is not end}
         places: dict[Node, int] = {}
         nodes, ids = [], []
         pages: list[Contents] = []
@@ -83,14 +99,16 @@ class Archives:
                 continue
             assert node.parent is not None
             usage = node.usage
-            kind = usage.kind.value if node.slot is not None else None
+            has_checkpoint = node.slot is not None and (only is None or node in ends)
+            kind = usage.kind.value if has_checkpoint else None
             parent = places.get(node.parent, -1)
             nodes.append(ArchivedNode(parent, name, node.start, node.end, kind, usage.turn, usage.priority))
             places[node] = len(places)
             ids.append(node.edge)
             skipped = max(0, after - node.start) // tree.page_size
             pages += [reader.read_page(page) for page in node.pages[skipped:]]
-            if node.slot is not None:
+            if has_checkpoint:
+                assert node.slot is not None
                 checkpoints.append(reader.read_checkpoint(node.slot))
         return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
 
@@ -181,14 +199,14 @@ class Archives:
         return self._tiers.offloader.keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
 
 
-def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:
-    """Nodes with a checkpoint, and those above them."""
+def _ends(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:
+    """The nodes with the last checkpoints of prompts; None: all that have one."""
     if keys is None:
-        ends = [node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)]
+        ends = {node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)}
         if namespace is not None and not ends:
             raise PromptError(f"there is no checkpoint in the cache in namespace {namespace!r:.100}")
     else:
-        ends = []
+        ends = set()
         for number, key in enumerate(keys):
             node = tree.peek(key, len(key)).checkpoint
             if node is None:
@@ -196,14 +214,15 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
                     f"prompt {number} of {len(key)} tokens has no checkpoint in the cache in namespace "
                     f"{key.namespace!r:.100}: generate with it first, or leave it out"
                 )
-            ends.append(node)
-    wanted: set[Node] = set()
-    for end in ends:
-        node = end
-        while node is not None and node.parent is not None and node not in wanted:
-            wanted.add(node)
-            node = node.parent
-    return wanted
+            ends.add(node)
+    return ends
+
+
+def _path(node: Node | None) -> Iterator[Node]:
+    """A node and those above it, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def _rows(contents: list[Contents]) -> Tensor:

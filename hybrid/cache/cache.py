@@ -31,7 +31,7 @@ from weakref import WeakSet
 import torch
 
 from hybrid.cache.allocator import Allocator
-from hybrid.cache.archives import Archives
+from hybrid.cache.archives import Archives, Only
 from hybrid.cache.audit import audit
 from hybrid.cache.breakpoints import Breakpoints
 from hybrid.cache.commit import Committer
@@ -750,14 +750,16 @@ class HybridCache:
         namespace: str | None = None,
         model: str | Fingerprint,
         after: int = 0,
+        only: Only | None = None,
     ) -> Archive:
         """Copy cached prefixes into an archive in memory; arguments and errors as those of `save`.
 
         Args:
             after: leave out the pages of the first `after` tokens: who loads it has them.
+            only: "deepest": leave out checkpoints but the last of each key, or of each path where there are no keys.
         """
         with self.bookkeeping():
-            return self._archives.collect(keys, namespace, model, after)
+            return self._archives.collect(keys, namespace, model, after, only)
 
     def load(
         self,

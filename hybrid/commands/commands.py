@@ -169,7 +169,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")
     add("--max-num-seqs", type=integer(1), default=32, help="requests that run at once, at most (default: 32)")
-    add("--max-requests", type=integer(1), default=256, help="that run or wait, at most; others get 429 (default: 256)")
+    add("--max-requests", type=integer(2), default=256, help="that run or wait, at most; others get 429 (default: 256)")
     add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
     text = "tokens of an answer whose request does not say it (default: 1024)"
     add("--max-tokens", type=integer(1), default=1024, help=text)

@@ -38,20 +38,21 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         raise ArgumentError(
             f"serve: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
         )
-    limits = ServerLimits(
-        requests=args.max_requests,
-        body=args.max_body,
-        seconds=args.timeout,
-        tokens=args.max_tokens,
-    )
+    limits = ServerLimits(body=args.max_body, seconds=args.timeout, tokens=args.max_tokens)
     limits.body_bytes  # noqa: B018 - raises before a model is loaded
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    num_running = min(args.max_num_seqs, args.max_requests - 1)
     engine = Engine.from_pretrained(
         args.model,
         device=args.device,
         dtype=args.dtype,
         cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=args.disk, directory=args.directory),
-        config=EngineConfig(max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len),
+        config=EngineConfig(
+            max_num_seqs=num_running,
+            max_waiting=args.max_requests - num_running,
+            max_model_len=args.max_model_len,
+            tenants={caller.name: caller.config for caller in keys.values()},
+        ),
         speculation=args.speculation,
     )
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         console.print(f"hybrid serves {name} at {address}  (the page: {address}/, OpenAI's base URL: {address}/v1)")
 
     async def main() -> bool:
-        async with AsyncEngine(engine) as served:
+        async with AsyncEngine(engine, when_full="refuse") as served:
             tenants = Tenants(keys, () if keys else LOOPBACK)
             server = Server(served, name, tenants, limits)
             return await serve(server, args.host, args.port, drain_seconds=args.drain, on_start=started)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from tqdm import tqdm
 
+from hybrid.cache.archives import Only
 from hybrid.cache.cache import HybridCache, refuse_copy
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, explain
@@ -44,7 +45,7 @@ from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.key import Key
-from hybrid.prompts.encode import Message, Prompt, as_prompts
+from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
@@ -382,11 +383,7 @@ class Engine:
         Raises:
             HybridError: all that `generate` raises.
         """
-        prompt: dict[str, Any] = {"messages": list(messages)}
-        if tools:
-            prompt["tools"] = [dict(tool) for tool in tools]
-        if chat_template_kwargs:
-            prompt["chat_template_kwargs"] = dict(chat_template_kwargs)
+        prompt = chat_prompt(messages, tools, chat_template_kwargs)
         params = replace(params or self.default_params, parse_response=True)
         return self.generate(prompt, params, namespace=namespace, progress=False)[0]
 
@@ -576,6 +573,10 @@ class Engine:
         """A request that can run."""
         return self._request_builder.request(self.new_id(None), prompt, params, namespace, outputs)
 
+    def num_requests_of(self, tenant: str) -> int:
+        """The number of requests of a tenant that wait and run."""
+        return self._steps.num_requests_of[tenant]
+
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._steps.requests or request_id in self._outputs
 
@@ -641,10 +642,7 @@ class Engine:
             RequestError: it could not be computed.
         """
         params = SamplingParams(max_new_tokens=0, pin_for=ttl, adapter=adapter)
-        output = self.generate([prompt], params, namespace=namespace, progress=False)[0]
-        if output.error is not None:
-            raise RequestError(f"{output.request_id} failed: {output.error}")
-        return output
+        return prewarmed(self.generate([prompt], params, namespace=namespace, progress=False)[0])
 
     # Pins
 
@@ -692,6 +690,7 @@ class Engine:
         *,
         namespace: str | None = None,
         adapter: str | None = None,
+        only: Only | None = None,
         store: Store | None = None,
     ) -> Transfer:
         """Write what is cached of prompts to a file, which `load` of an engine with the same model reads. The file
@@ -700,6 +699,8 @@ class Engine:
         Args:
             prompts: None: everything, or everything of `namespace` and `adapter`.
             namespace, adapter: of the prompts.
+            only: "deepest": the last checkpoint of each prompt, or of each path where there are no prompts, without
+                those before it. None: all.
             store: where `path` is a name, such as a `hybrid.tiers.remote.RedisStore`; None: it is a path.
 
         Raises:
@@ -707,7 +708,7 @@ class Engine:
             CacheFileError: the file cannot be written.
         """
         self._claim()
-        archive = self._archive(prompts, namespace, adapter)
+        archive = self._archive(prompts, namespace, adapter, only=only)
         archive.write(path, store)
         return archive.transfer
 
@@ -718,15 +719,17 @@ class Engine:
         namespace: str | None = None,
         adapter: str | None = None,
         after: int = 0,
+        only: Only | None = None,
     ) -> bytes:
         """Return what `save` writes, as bytes: to hand prompts that were computed here to another engine.
 
         Args:
             after: leave out the pages of the first `after` tokens, which the other engine has: the `page_hit` of its
                 `explain`. States are whole.
+            only: as for `save`.
         """
         self._claim()
-        return self._archive(prompts, namespace, adapter, after).to_bytes()
+        return self._archive(prompts, namespace, adapter, after, only).to_bytes()
 
     def load(self, source: str | Path | bytes, *, store: Store | None = None) -> Transfer:
         """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
@@ -741,15 +744,20 @@ class Engine:
             return self.cache.load(archive, model=model, vocab_size=self.model.config.vocab_size)
 
     def _archive(
-        self, prompts: Prompt | Sequence[Prompt] | None, namespace: str | None, adapter: str | None, after: int = 0
+        self,
+        prompts: Prompt | Sequence[Prompt] | None,
+        namespace: str | None,
+        adapter: str | None,
+        after: int = 0,
+        only: Only | None = None,
     ) -> Archive:
         """Return an archive of what is cached of prompts; None: of all of a namespace, or of all."""
         if prompts is not None:
             keys = [self._request_builder.key(prompt, namespace or "", adapter) for prompt in as_prompts(prompts)]
-            return self.cache.archive(keys, model=self._fingerprint_of_cache(), after=after)
+            return self.cache.archive(keys, model=self._fingerprint_of_cache(), after=after, only=only)
         is_all = namespace is None and adapter is None
         space = None if is_all else self._request_builder.namespace_of(namespace or "", adapter)
-        return self.cache.archive(namespace=space, model=self._fingerprint_of_cache(), after=after)
+        return self.cache.archive(namespace=space, model=self._fingerprint_of_cache(), after=after, only=only)
 
     def _fingerprint_of_cache(self) -> Fingerprint:
         """Return the fingerprint of the contents of the cache. The first call reads all weights, where there is no
@@ -759,3 +767,14 @@ class Engine:
                 self.cache.memory, self.cache.config, self.loaded.digest(), self.deterministic
             )
         return self._fingerprint
+
+
+def prewarmed(output: RequestOutput) -> RequestOutput:
+    """The output of a prompt that was to be kept.
+
+    Raises:
+        RequestError: it could not be computed.
+    """
+    if output.error is not None:
+        raise RequestError(f"{output.request_id} failed: {output.error}")
+    return output

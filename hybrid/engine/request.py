@@ -15,7 +15,7 @@ from hybrid.cache.pins import Pin
 from hybrid.engine.constraints import Constraints
 from hybrid.engine.output import Completion, Outputs, OutputSource, RequestOutput, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
-from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams, tenant_of
 from hybrid.key import Key
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.answer_parser import AnswerParser
@@ -222,7 +222,7 @@ class Request:
     @property
     def tenant(self) -> str:
         """Who sends it: by turns between tenants requests start and share steps."""
-        return self.params.tenant or self.namespace
+        return tenant_of(self.params, self.namespace)
 
     @property
     def is_prefilling(self) -> bool:

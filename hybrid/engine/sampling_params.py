@@ -247,6 +247,12 @@ class SamplingParams:
         }
 
 
+def tenant_of(params: SamplingParams | None, namespace: str) -> str:
+    """Name who sends a request: the tenant of its parameters, or else its namespace."""
+    own = params.tenant if isinstance(params, SamplingParams) else None  # what is no parameters is refused later
+    return own or namespace
+
+
 def _refuse(name: str, expected: str, value: object) -> SamplingError:
     return SamplingError(f"SamplingParams: {name} must be {expected}; got {_short(value)}")
 

@@ -83,6 +83,21 @@ def queue_full(num_waiting: int, num_more: int, config: EngineConfig) -> QueueFu
     )
 
 
+def tenant_full(tenant: str, num_requests: int, config: EngineConfig) -> QueueFullError | None:
+    """The refusal of requests of a tenant that has as many as it may have; None: it may have these.
+
+    Args:
+        num_requests: that it would have.
+    """
+    own = config.tenants.get(tenant)
+    if own is None or own.max_requests is None or num_requests <= own.max_requests:
+        return None
+    return QueueFullError(
+        f"{tenant!r} would have {num_requests} requests: TenantConfig(max_requests={own.max_requests}); "
+        "send it when others of it have ended"
+    )
+
+
 class StepLoop(ABC):
     """Runs the requests of an engine, step by step: what both loops have, and what holds when a step fails. The
     steps themselves are those of `PlainLoop` and `OverlapLoop` below.
@@ -97,6 +112,7 @@ class StepLoop(ABC):
     Attributes:
         runner: as given.
         requests: those that wait or run, by id; without replays.
+        num_requests_of: the number of them by tenant.
         meter: counts what was delivered.
         is_retrying: the latest step failed, and its requests are computed again by the next one.
     """
@@ -111,6 +127,7 @@ class StepLoop(ABC):
     ) -> None:
         self.runner: Runner = runner
         self.requests: dict[str, Request] = {}
+        self.num_requests_of: Counter[str] = Counter()
         self.meter: Meter = Meter()
         self.is_retrying: bool = False
         self._cache = cache
@@ -158,36 +175,32 @@ class StepLoop(ABC):
         room = self._scheduler.room
         if room is not None and len(requests) > room:
             raise queue_full(self._scheduler.waiting.num_requests, len(requests), self._config)
-        if self._config.tenants:
-            self._check_tenants(requests)
+        for tenant, num_more in Counter(request.tenant for request in requests).items():
+            if (refusal := tenant_full(tenant, self.num_requests_of[tenant] + num_more, self._config)) is not None:
+                raise refusal
         with deferred():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")
             try:
                 for request in requests:
                     self.requests[request.request_id] = request
+                    self.num_requests_of[request.tenant] += 1
                     self._scheduler.add(request)
             except BaseException as error:
                 for request in requests:
-                    self.requests.pop(request.request_id, None)
+                    self._remove(request.request_id)
                     self._discard(request)
                 self._reset_if_inconsistent(error)
                 raise
 
-    def _check_tenants(self, more: list[Request]) -> None:
-        """Refuse requests of a tenant that has as many as it may have.
-
-        Raises:
-            QueueFullError: it is refused.
-        """
-        counts = Counter(request.tenant for request in (*self.requests.values(), *more))
-        for name in {request.tenant for request in more}:
-            own = self._config.tenants.get(name)
-            if own is not None and own.max_requests is not None and counts[name] > own.max_requests:
-                raise QueueFullError(
-                    f"{name!r} would have {counts[name]} requests: TenantConfig(max_requests={own.max_requests}); "
-                    "send it when others of it have ended"
-                )
+    def _remove(self, request_id: str) -> Request | None:
+        """Count a request no more that has ended, or could not be queued. None: there is none."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.num_requests_of[request.tenant] -= 1
+            if not self.num_requests_of[request.tenant]:
+                del self.num_requests_of[request.tenant]
+        return request
 
     @contextmanager
     def aborting(self, requests: list[Request]) -> Iterator[None]:
@@ -212,7 +225,7 @@ class StepLoop(ABC):
             RequestError: there is no such request, or it has ended.
         """
         with deferred():
-            request = self.requests.pop(request_id, None)
+            request = self._remove(request_id)
             if request is None:
                 raise RequestError(f"no request {request_id!r} is waiting or running")
             if self._is_stepping:  # called by a signal handler, or when a stream is collected
@@ -514,7 +527,7 @@ class StepLoop(ABC):
             if answer.finish_reason is not None and answer.ended_at is None:
                 answer.ended_at = now
         if not request.is_replay and all(answer.finish_reason is not None for answer in request.answers):
-            self.requests.pop(request.answers[0].request_id, None)
+            self._remove(request.answers[0].request_id)
             self.meter.ended(request.finish_reason or "")
 
 

@@ -313,6 +313,24 @@ def num_bytes(prompt: Any, limit: int) -> int:
     return counted
 
 
+def chat_prompt(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The prompt of a chat.
+
+    Args:
+        messages: that were said.
+        tools: that the answer may call.
+        chat_template_kwargs: variables of the template; None: none.
+    """
+    prompt: dict[str, Any] = {"messages": list(messages)}
+    if tools:
+        prompt["tools"] = [dict(tool) for tool in tools]
+    if chat_template_kwargs:
+        prompt["chat_template_kwargs"] = dict(chat_template_kwargs)
+    return prompt
+
+
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or several.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from hybrid.engine.output import Accepted, RequestOutput
-from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams, tenant_of
 from hybrid.errors import RequestError
 from hybrid.interrupts import deferred
 from hybrid.prompts.encode import Prompt
@@ -216,8 +216,7 @@ class PendingPrompt:
     @property
     def tenant(self) -> str:
         """Who sends it."""
-        own = self.params.tenant if isinstance(self.params, SamplingParams) else None
-        return own or self.namespace
+        return tenant_of(self.params, self.namespace)
 
 
 class AdmissionQueue:
@@ -276,15 +275,21 @@ class AdmissionQueue:
         self._by_tenant[asked.tenant].move_to_end(inbox, last=False)
         self._by_tenant.move_to_end(asked.tenant, last=False)
 
-    def remove(self, inbox: Inbox) -> None:
-        """Forget the one of an inbox, if it waits."""
+    def remove(self, inbox: Inbox) -> PendingPrompt | None:
+        """Forget the one of an inbox. None: it does not wait."""
         tenant = self._tenants.pop(inbox, None)
         if tenant is None:
-            return
+            return None
         own = self._by_tenant[tenant]
-        self.num_bytes -= own.pop(inbox).num_bytes
+        asked = own.pop(inbox)
+        self.num_bytes -= asked.num_bytes
         if not own:
             del self._by_tenant[tenant]
+        return asked
+
+    def num_of(self, tenant: str) -> int:
+        """The number of prompts of a tenant."""
+        return len(self._by_tenant.get(tenant, ()))
 
     def mend(self) -> None:
         """Make it consistent after an exception in one of the calls. Who was added or removed then may be there."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -14,7 +15,7 @@ import torch
 from hybrid.cache.config import CacheConfig
 from hybrid.checks import known_keywords
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.engine import Engine
+from hybrid.engine.engine import Engine, prewarmed
 from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.request_builder import params_of_each
 from hybrid.engine.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
-from hybrid.prompts.encode import Prompt, as_prompts, num_bytes
+from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt, num_bytes
 from hybrid.serve.admission import Inbox, PendingPrompt
 from hybrid.serve.engine_thread import EngineThread
 from hybrid.speculation.config import SpeculationConfig
@@ -63,20 +64,14 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._inbox = Inbox(only_ends=self._only_ends, awaits_acceptance=awaits_acceptance)
         return self._inbox, self._asked
 
-    async def submit(self) -> None:
-        """Start the request, and wait until the engine has queued it. When this task is cancelled meanwhile, the
-        request is aborted.
+    async def accept(self) -> None:
+        """Wait until the engine has queued the request, which has begun.
 
         Raises:
             HybridError: the prompt cannot be run, or there is no room, or the engine was closed.
         """
-        try:
-            inbox, asked = self.begin(awaits_acceptance=True)
-            self._thread.ask([(inbox, asked)])
-            self.accepted = await inbox.accepted()
-        except BaseException:
-            self.abort()
-            raise
+        assert self._inbox is not None
+        self.accepted = await self._inbox.accepted()
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -258,9 +253,37 @@ class AsyncEngine:
         Raises:
             HybridError: all that `Engine.add_request` raises, `EncodingLimitError`, and `ClosedError`.
         """
-        stream = OutputStream(self._asked(prompt, params, namespace, request_id), self._thread, keeps=self)
-        await stream.submit()
-        return stream
+        return (await self._submit([self._asked(prompt, params, namespace, request_id)]))[0]
+
+    @known_keywords(params=SamplingParams)
+    async def submit_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: str = "",
+    ) -> list[OutputStream]:
+        """Queue prompts, all of them or none, and return their streams before any token, in order: as `submit`.
+
+        Raises:
+            HybridError: all that `submit` raises, for any of them.
+        """
+        many = as_prompts(prompts)
+        each = params_of_each(params, len(many))
+        return await self._submit([self._asked(*one, namespace, None) for one in zip(many, each, strict=True)])
+
+    async def _submit(self, asked: list[PendingPrompt]) -> list[OutputStream]:
+        """Where one is refused, or this task is cancelled meanwhile, all are aborted."""
+        streams = [OutputStream(one, self._thread, keeps=self) for one in asked]
+        try:
+            self._thread.ask([stream.begin(awaits_acceptance=True) for stream in streams])
+            for stream in streams:
+                await stream.accept()
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
 
     def _asked(
         self, prompt: Prompt, params: SamplingParams | None, namespace: str, request_id: str | None
@@ -294,6 +317,37 @@ class AsyncEngine:
             for stream in streams:
                 stream.abort()
 
+    @known_keywords(params=SamplingParams)
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
+    ) -> RequestOutput:
+        """Answer a chat, as `Engine.chat` does.
+
+        Raises:
+            HybridError: all that `generate` raises.
+        """
+        prompt = chat_prompt(messages, tools, chat_template_kwargs)
+        params = dataclasses.replace(params or self.engine.default_params, parse_response=True)
+        return (await self.generate(prompt, params, namespace=namespace))[0]
+
+    async def prewarm(
+        self, prompt: Prompt, ttl: float | None = None, *, namespace: str = "", adapter: str | None = None
+    ) -> RequestOutput:
+        """Compute a prompt, and keep it for those that begin with it, as `Engine.prewarm` does.
+
+        Raises:
+            HybridError: all that `generate` raises.
+            RequestError: it could not be computed.
+        """
+        params = SamplingParams(max_new_tokens=0, pin_for=ttl, adapter=adapter)
+        return prewarmed((await self.generate([prompt], params, namespace=namespace))[0])
+
     async def abort(self, request_id: str) -> None:
         """Stop a request. Its reader gets a last output with `finish_reason="abort"`.
 
@@ -323,6 +377,11 @@ class AsyncEngine:
         """Tell whether prompts are taken: the engine was not closed, does not drain, and its thread did not end with an
         error."""
         return self._thread.is_running
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the engine was closed, or its thread has ended with an error."""
+        return self._thread.has_ended
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no prompt from now on (`ClosedError`), and wait until those that were taken have ended. Outputs can be

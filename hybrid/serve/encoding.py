@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hybrid.engine.request import Request
@@ -33,7 +33,7 @@ class EncodingPool:
         max_seconds: from `add` until a prompt is encoded, at most; None: no limit.
 
     Attributes:
-        num_bytes: of all prompts that were added, until they are taken.
+        asked: all prompts that were added, until they are taken.
     """
 
     def __init__(
@@ -47,23 +47,13 @@ class EncodingPool:
         self._deliver = deliver
         self._num_threads = num_threads
         self._max_seconds = max_seconds
-        self.num_bytes: int = 0
+        self.asked: AdmissionQueue = AdmissionQueue()
         self._changed = threading.Condition()
         self._queue = AdmissionQueue()
-        self._asked: dict[Inbox, PendingPrompt] = {}  # all that were added, until they are taken
         self._deadlines: dict[Inbox, float] = {}  # of those that are not encoded, the first one first
         self._running: Counter[str] = Counter()  # prompts that are being encoded, by tenant
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-
-    def __len__(self) -> int:
-        return len(self._asked)
-
-    def __contains__(self, inbox: object) -> bool:
-        return inbox in self._asked
-
-    def __iter__(self) -> Iterator[tuple[Inbox, PendingPrompt]]:
-        return iter(self._asked.items())
 
     def add(self, inbox: Inbox, asked: PendingPrompt) -> None:
         """Encode a prompt."""
@@ -76,14 +66,12 @@ class EncodingPool:
             self._queue.add(inbox, asked)
             if self._max_seconds is not None:
                 self._deadlines[inbox] = time.monotonic() + self._max_seconds
-            self._asked[inbox] = asked  # at last: where this raises before, nothing waits for it
-            self.num_bytes += asked.num_bytes
+            self.asked.add(inbox, asked)  # at last: where this raises before, nothing waits for it
 
     def remove(self, inbox: Inbox) -> PendingPrompt | None:
         """Forget a prompt, wherever it is. None: it is not there."""
         with self._changed:
-            asked = self._asked.pop(inbox, None)
-            self.num_bytes -= 0 if asked is None else asked.num_bytes
+            asked = self.asked.remove(inbox)
             self._deadlines.pop(inbox, None)
             self._queue.remove(inbox)
             return asked
@@ -92,8 +80,8 @@ class EncodingPool:
         """Make it consistent after an exception in one of the calls."""
         with self._changed:
             self._queue.mend()
-            self._deadlines = {inbox: end for inbox, end in self._deadlines.items() if inbox in self._asked}
-            self.num_bytes = sum(asked.num_bytes for asked in self._asked.values())
+            self.asked.mend()
+            self._deadlines = {inbox: end for inbox, end in self._deadlines.items() if inbox in self.asked}
 
     @property
     def seconds_left(self) -> float | None:
@@ -112,7 +100,7 @@ class EncodingPool:
         """Forget all prompts, and end the threads, each with the prompt that it encodes."""
         with self._changed:
             self._is_closed = True
-            self._queue, self._asked, self._deadlines = AdmissionQueue(), {}, {}
+            self._queue, self.asked, self._deadlines = AdmissionQueue(), AdmissionQueue(), {}
             self._changed.notify_all()
 
     # In the threads of the pool
@@ -146,6 +134,6 @@ class EncodingPool:
             self._running += Counter()  # without those that are zero
             self._deadlines.pop(inbox, None)
             self._changed.notify_all()
-            is_wanted = inbox in self._asked
+            is_wanted = inbox in self.asked
         if is_wanted:
             self._deliver(inbox, encoded)

@@ -11,7 +11,7 @@ import atexit
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,8 +25,8 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.request import Request
 from hybrid.engine.stats import EngineStats
-from hybrid.engine.step_loop import queue_full
-from hybrid.errors import AuditError, ClosedError, EncodingLimitError, RequestError
+from hybrid.engine.step_loop import queue_full, tenant_full
+from hybrid.errors import AuditError, ClosedError, EncodingLimitError, HybridError, RequestError
 from hybrid.serve.admission import AdmissionQueue, Inbox, LoopCall, LoopNotifier, PendingPrompt
 from hybrid.serve.encoding import Encoded, EncodingPool
 from hybrid.units import format_bytes
@@ -100,14 +100,19 @@ class EngineThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: it was not closed, did not end with an error, and is in this process."""
-        takes = self._end is None and not self._is_asked_to_close and not self._is_draining
-        return takes and self._process == os.getpid()
+        """Whether requests are taken: it has not ended, and does not drain."""
+        return not self.has_ended and not self._is_draining
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing runs any more, or will not soon: it was closed, or ended with an error, or is in another
+        process."""
+        return self._end is not None or self._is_asked_to_close or self._process != os.getpid()
 
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
         stats = self.engine.stats()
-        return replace(stats, waiting=stats.waiting + len(self._admission) + len(self._encoding))
+        return replace(stats, waiting=stats.waiting + len(self._admission) + len(self._encoding.asked))
 
     def ask(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         """Run prompts; all of them are refused, or none.
@@ -261,7 +266,7 @@ class EngineThread:
         log.warning("an unexpected exception; the engine continues", exc_info=error)
         self._admission.mend()
         self._encoding.mend()
-        self._names = {asked.request_id or "": inbox for inbox, asked in self._encoding}
+        self._names = {asked.request_id or "": inbox for inbox, asked in self._encoding.asked}
         with self._lock:  # what was asked up to now has its command in the queue, or had it
             own = error if isinstance(error, Exception) else _ended_nothing(error)
             self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], own))
@@ -271,7 +276,7 @@ class EngineThread:
     def _fail_lost(self, inboxes: list[Inbox], calls: list[Settle], error: Exception) -> None:
         """Fail the prompts and calls of which nothing else knows: their commands have been run."""
         for inbox in inboxes:
-            is_waiting = inbox in self._admission or inbox in self._encoding
+            is_waiting = inbox in self._admission or inbox in self._encoding.asked
             is_known = is_waiting or self._inboxes.get(inbox.request_id or "") is inbox
             if inbox in self._unanswered and not is_known:
                 self._fail(inbox, error)
@@ -322,34 +327,41 @@ class EngineThread:
         self._unanswered.discard(inbox)
 
     def _take_in(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
-        room = self._room
+        refusal = self._refusal([one for _, one in asked])
+        for inbox, one in asked:
+            if refusal is not None:
+                self._fail(inbox, refusal)
+            else:
+                self._admission.add(inbox, one)
+
+    def _refusal(self, asked: list[PendingPrompt]) -> HybridError | None:
+        """Why prompts cannot be taken now; None: they can."""
+        config, room = self.engine.config, self._room
         if self._refuses and room is not None and len(self._admission) + len(asked) > room:
-            for inbox, _ in asked:
-                self._fail(inbox, queue_full(self._num_waiting, len(asked), self.engine.config))
-            return
-        most = self.engine.config.encoding_bytes
-        held = self._admission.num_bytes + self._encoding.num_bytes
-        if most is not None and held + sum(one.num_bytes for _, one in asked) > most:
-            text = (
+            return queue_full(self._num_waiting, len(asked), config)
+        for tenant, num_more in Counter(one.tenant for one in asked).items():
+            under_way = self._admission.num_of(tenant) + self._encoding.asked.num_of(tenant)
+            under_way += self.engine.num_requests_of(tenant)
+            if (refusal := tenant_full(tenant, under_way + num_more, config)) is not None:
+                return refusal
+        most, held = config.encoding_bytes, self._admission.num_bytes + self._encoding.asked.num_bytes
+        if most is not None and held + sum(one.num_bytes for one in asked) > most:
+            return EncodingLimitError(
                 f"prompts of {format_bytes(held)} wait to be encoded, and {len(asked)} more exceed "
                 f"{format_bytes(most)}: send them later, or set EngineConfig(encoding_memory=...)"
             )
-            for inbox, _ in asked:
-                self._fail(inbox, EncodingLimitError(text))
-            return
-        for inbox, one in asked:
-            self._admission.add(inbox, one)
+        return None
 
     @property
     def _num_waiting(self) -> int:
         """Requests that wait in the engine, and prompts that wait to be encoded for it."""
-        return self.engine.scheduler.waiting.num_requests + len(self._encoding) + len(self._admission)
+        return self.engine.scheduler.waiting.num_requests + len(self._encoding.asked) + len(self._admission)
 
     @property
     def _room(self) -> int | None:
         """The number of prompts that can be encoded for the engine now; None: any number."""
         room = self.engine.scheduler.room
-        return None if room is None else room - len(self._encoding)
+        return None if room is None else room - len(self._encoding.asked)
 
     @property
     def _admission_has_room(self) -> bool:
@@ -434,7 +446,7 @@ class EngineThread:
         Raises:
             RequestError: there is no such request.
         """
-        pending = chain(self._admission, self._encoding)
+        pending = chain(self._admission, self._encoding.asked)
         waiting = next((inbox for inbox, asked in pending if asked.request_id == request_id), None)
         if waiting is None or request_id in self._inboxes:
             self.engine.abort(request_id)

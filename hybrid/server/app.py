@@ -80,14 +80,12 @@ def _model(server: Server, name: str) -> dict[str, Any]:
 
 async def health(server: Server, call: Call) -> None:
     """Answer `GET /health`: 503 where the engine has ended."""
-    await _answer(call, server.engine.is_running, "the engine has ended")
+    await _answer(call, not server.engine.has_ended, "the engine has ended")
 
 
 async def ready(server: Server, call: Call) -> None:
     """Answer `GET /ready`: 503 where no request is taken."""
-    await _answer(
-        call, server.engine.is_running and not server.is_draining, "no request is taken: the server is ending"
-    )
+    await _answer(call, server.engine.is_running, "no request is taken: the server is ending")
 
 
 async def _answer(call: Call, is_well: bool, otherwise: str) -> None:

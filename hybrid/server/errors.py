@@ -55,12 +55,6 @@ class HttpError(Exception):
         return KINDS.get(self.status, "api_error")
 
 
-def full(limit: int) -> HttpError:
-    """The refusal of a call when as many as the server takes are under way."""
-    text = f"{limit} requests are under way, which is as many as this server takes; try again later"
-    return HttpError(429, text, code=QueueFullError.code, headers=LATER)
-
-
 def failure_of(error: BaseException) -> HttpError:
     """The failure that an exception of the engine is to a client."""
     if isinstance(error, HttpError):

@@ -79,20 +79,14 @@ class Records:
     def __init__(self) -> None:
         self._live: dict[str, RequestRecord] = {}
         self._ended: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._under_way: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def under_way(self, tenant: Caller) -> int:
-        """The number of a tenant's requests that have not ended."""
-        return self._under_way[tenant.name]
-
     def add(self, record: RequestRecord) -> None:
         """A request begins."""
         self._live[record.id] = record
-        self._under_way[record.tenant.name] += 1
 
     def end(self, record: RequestRecord, reason: str) -> None:
         """A request ends.
@@ -103,7 +97,6 @@ class Records:
         if self._live.pop(record.id, None) is None:
             return
         name = record.tenant.name
-        self._under_way[name] -= 1
         shown = record.as_json()
         record.shown, record.output = {**shown, "state": reason}, None
         self.counts[name, f"requests_{reason}"] += 1

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
@@ -18,7 +17,7 @@ from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
-from hybrid.server.errors import HttpError, failure_of, full
+from hybrid.server.errors import HttpError, failure_of
 from hybrid.server.fields import Fields
 from hybrid.server.records import Digests, Records, RequestRecord
 from hybrid.server.tenants import Tenants
@@ -29,17 +28,15 @@ log: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """The limits of a server.
+    """The limits of a server, beside those of its engine (`EngineConfig`: of requests, and of each tenant's).
 
     Attributes:
-        requests: prompts that run or wait at once, at most.
         body: bytes of a body.
         body_seconds: that a body may take to come.
         seconds: that a request may take; None: any.
         tokens: of an answer whose request does not say it.
     """
 
-    requests: int = 256
     body: int | str = "64MiB"
     body_seconds: float = 60.0
     seconds: float | None = None
@@ -87,7 +84,7 @@ class Server:
     """An engine behind HTTP.
 
     Args:
-        engine: runs the requests; it has no limit of requests that wait.
+        engine: runs the requests, and refuses those that are too many (`when_full="refuse"`).
         name: of the model, in responses.
         tenants: who may call.
         limits: of requests.
@@ -96,7 +93,6 @@ class Server:
         engine, name, tenants, limits: as given.
         records: what runs and ran.
         created: when the server began, in seconds since the epoch.
-        is_draining: no request is taken any more.
     """
 
     def __init__(self, engine: AsyncEngine, name: str, tenants: Tenants, limits: ServerLimits) -> None:
@@ -106,7 +102,6 @@ class Server:
         self.limits = limits
         self.records: Records = Records()
         self.created: int = int(time.time())
-        self.is_draining: bool = False
         self._max_body = limits.body_bytes
 
     @property
@@ -198,7 +193,7 @@ class Server:
         Raises:
             HttpError: before anything of the response was sent.
         """
-        self._check_room(call, len(prompts))
+        self._check_number(len(prompts))
         tenant = call.tenant
         namespace = f"{tenant.namespace}/{salt}" if salt else tenant.namespace
         if tenant.name:
@@ -215,19 +210,17 @@ class Server:
         if self.limits.seconds is not None:
             timer = asyncio.get_running_loop().call_later(self.limits.seconds, reading.expire, self.limits.seconds)
         try:
-            async with asyncio.TaskGroup() as group:
-                started = [group.create_task(self._submit(prompt, params, namespace, reading)) for prompt in prompts]
-            streams = [task.result() for task in started]
+            streams = await self.engine.submit_all(prompts, params, namespace=namespace)
+            reading.begin(streams)
             if is_stream:
                 await self._stream(call, streams, writer, reading)
             else:
                 outputs = await asyncio.gather(*(reading.last(at, stream) for at, stream in enumerate(streams)))
                 if not reading.has_left:
                     await call.respond(writer.whole(outputs), headers={"x-request-id": writer.id})
-        except BaseExceptionGroup as group:
-            if reading.has_left:
-                return
-            raise (reading.failure or group.exceptions[0]) from None
+        except Exception:
+            if not reading.has_left:
+                raise
         finally:
             leaving.cancel()
             if timer is not None:
@@ -236,26 +229,12 @@ class Server:
             for record in records:
                 self.records.end(record, record.output.finish_reason or "abort" if record.output else "abort")
 
-    def _check_room(self, call: Call, num_prompts: int) -> None:
-        if self.is_draining:
-            raise failure_of(ClosedError())
-        if num_prompts > self.limits.requests:
-            text = f"a call may have {self.limits.requests} prompts on this server; got {num_prompts}"
+    def _check_number(self, num_prompts: int) -> None:
+        """Refuse calls with more prompts than the engine ever takes: to try again later would not help."""
+        config = self.engine.engine.config
+        if config.max_waiting is not None and num_prompts > config.max_num_seqs + config.max_waiting:
+            text = f"a call may have {config.max_num_seqs + config.max_waiting} prompts here; got {num_prompts}"
             raise HttpError(400, text, "prompt", "too_many_prompts")
-        if len(self.records) + num_prompts > self.limits.requests:
-            raise full(self.limits.requests)
-        limit = call.tenant.limit
-        if limit is not None and self.records.under_way(call.tenant) + num_prompts > limit:
-            raise full(limit)
-
-    async def _submit(
-        self, prompt: Prompt, params: SamplingParams, namespace: str, reading: CallReader
-    ) -> OutputStream:
-        stream = await self.engine.submit(prompt, params, namespace=namespace)
-        reading.streams.append(stream)
-        if reading.failure is not None or reading.has_left:
-            stream.abort()
-        return stream
 
     async def _stream(self, call: Call, streams: list[OutputStream], writer: Writer, reading: CallReader) -> None:
         await call.begin_events({"x-request-id": writer.id})
@@ -280,22 +259,6 @@ class Server:
             await call.send(writer.end(outputs))
         await call.end()
 
-    async def drain(self, seconds: float | None) -> bool:
-        """Take no request from now on, and wait until those under way have ended.
-
-        Args:
-            seconds: to wait, at most; None: as long as it takes.
-
-        Returns:
-            Whether all have ended.
-        """
-        self.is_draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while len(self.records):
-                    await asyncio.sleep(0.05)
-        return not len(self.records)
-
 
 class CallReader:
     """Reads the outputs of one call's prompts, until they end, its client leaves, or its time is over.
@@ -314,6 +277,12 @@ class CallReader:
         self.streams: list[OutputStream] = []
         self.has_left: bool = False
         self.failure: HttpError | None = None
+
+    def begin(self, streams: list[OutputStream]) -> None:
+        """The engine has the prompts: read their streams, or abort them where the call has ended meanwhile."""
+        self.streams = streams
+        if self.has_left or self.failure is not None:
+            self.abort()
 
     def abort(self) -> None:
         """Abort what has not ended."""

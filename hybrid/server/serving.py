@@ -90,7 +90,7 @@ async def serve(
 async def _drained(server: Server, seconds: float | None, second: asyncio.Event) -> bool:
     """Wait until all requests have ended, or a second signal comes."""
     log.info("draining: %d requests are under way", len(server.records))
-    draining = asyncio.create_task(server.drain(seconds))
+    draining = asyncio.create_task(server.engine.drain(seconds))
     stopped = asyncio.create_task(second.wait())
     await asyncio.wait([draining, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hybrid.checks import shown
+from hybrid.engine.config import TenantConfig
 from hybrid.errors import ArgumentError
 from hybrid.server.errors import HttpError
 
@@ -22,16 +23,16 @@ class Caller:
     """A sender of requests.
 
     Attributes:
-        name: for limits, counts and the page.
+        name: for counts and the page; of the engine's tenant.
         namespace: of the cache; tenants with the same one share what is cached.
-        limit: requests that it may have under way; None: as many as the server takes.
         sees_all: `/metrics`, `/explain` and the page show the requests of all tenants.
+        config: its weight and limits in the engine.
     """
 
     name: str
     namespace: str
-    limit: int | None = None
     sees_all: bool = False
+    config: TenantConfig = field(default_factory=TenantConfig)
 
 
 EVERYONE = Caller("", "", sees_all=True)
@@ -105,13 +106,15 @@ def _digest(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
-KNOWN: dict[str, type[Any]] = {"key": str, "namespace": str, "limit": int, "sees_all": bool}
-"""Fields of a tenant in a file of keys, and their types."""
+KNOWN: dict[str, type[Any]] = {"key": str, "namespace": str, "sees_all": bool}
+"""Fields of a tenant in a file of keys, and their types. The others are those of `TenantConfig`."""
+
+LIMITS = tuple(field.name for field in fields(TenantConfig))
 
 
 def read_keys(path: str | Path) -> dict[str, Caller]:
-    """Read a file of keys: `{"NAME": {"key": "...", "namespace": "...", "limit": 8, "sees_all": false}}`. Without
-    `namespace` a tenant has one of its own.
+    """Read a file of keys: `{"NAME": {"key": "...", "namespace": "...", "sees_all": false, "max_requests": 8}}`, where
+    all but the key may be absent. Without `namespace` a tenant has one of its own.
 
     Raises:
         ArgumentError: the file is not as described.
@@ -125,21 +128,25 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
     found: dict[str, Caller] = {}
     for name, entry in content.items():
         where = f"{path}: {name!r}"
-        if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= set(KNOWN):
-            raise ArgumentError(f"{where} must have 'key', and may have 'namespace', 'limit' and 'sees_all'")
+        if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= {*KNOWN, *LIMITS}:
+            others = ", ".join(map(repr, ("namespace", "sees_all", *LIMITS)))
+            raise ArgumentError(f"{where} must have 'key', and may have {others}")
         if "/" in name or "/" in str(entry.get("namespace")):
             raise ArgumentError(f"{where}: names and namespaces have no '/', which parts what requests add to them")
-        key, namespace, limit, sees_all = (_checked(where, field, entry) for field in KNOWN)
+        key, namespace, sees_all = (_checked(where, field, entry) for field in KNOWN)
+        try:
+            config = TenantConfig(**{limit: entry[limit] for limit in LIMITS if limit in entry})
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}: {error}") from None
         if key in found:
             raise ArgumentError(f"{where} has the key of {found[key].name!r}; give each its own")
-        found[key] = Caller(name, name if namespace is None else namespace, limit, bool(sees_all))
+        found[key] = Caller(name, name if namespace is None else namespace, bool(sees_all), config)
     return found
 
 
 def _checked(where: str, field: str, entry: dict[str, Any]) -> Any:
     """One field of an entry; None: it is absent."""
     value, kind = entry.get(field), KNOWN[field]
-    is_right = value is None or (isinstance(value, kind) and value != "" and (kind is bool or value is not True))
-    if not is_right or (field == "limit" and value is not None and value < 1):
+    if value is not None and (not isinstance(value, kind) or value == ""):
         raise ArgumentError(f"{where}: {field} must be a {kind.__name__}; got {shown(value)}")
     return value

@@ -99,6 +99,21 @@ def test_only_what_is_asked_for_is_saved(memory: Callable[[int], CacheMemory]) -
     source = filled(memory)
     one = source.archive([key_of(source, "abxy")], model="m")
     assert [(node.start, node.end, node.kind is None) for node in one.nodes] == [(0, 4, True), (4, 8, False)]
+    both = [key_of(source, "abxy"), key_of(source, "abxyzu")]
+    kinds = [
+        [(node.end, node.kind is None) for node in source.archive(both[at:], model="m", only=only).nodes]
+        for at, only in ((0, None), (0, "deepest"), (1, None), (1, "deepest"))
+    ]
+    assert kinds[0] == kinds[1] == kinds[2] == [(4, True), (8, False), (10, False)]
+    assert kinds[3] == [(4, True), (8, True), (10, False)]
+    deepest = source.archive(model="m", only="deepest")
+    ends = {node.end for at, node in enumerate(deepest.nodes) if at in set(deepest.leaves())}
+    assert {node.end for node in deepest.nodes if node.kind is not None} == ends
+    target = cache_on(memory)
+    assert target.load(source.archive(both[1:], model="m", only="deepest"), model="m").checkpoints == 1
+    assert target.tree.peek(both[1], 12).num_tokens == 10
+    with pytest.raises(ArgumentError, match="only must be 'deepest'"):
+        source.archive(model="m", only="last")  # type: ignore[arg-type]
     tenant = source.archive(namespace="tenant", model="m")
     assert {node.namespace for node in tenant.nodes} == {"tenant"}
     with pytest.raises(PromptError, match="prompt 1 of 4 tokens has no checkpoint in the cache"):

@@ -32,6 +32,7 @@ from hybrid import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    TenantConfig,
 )
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
@@ -776,12 +777,34 @@ def test_requests_are_refused_when_slots_and_queue_are_full() -> None:
     run(test)
 
 
+def test_a_tenant_has_as_many_prompts_under_way_as_it_may() -> None:
+    async def test() -> None:
+        tenants = {"a": TenantConfig(max_requests=3)}
+        async with echoing(seconds=0.001, max_num_seqs=1, max_waiting=1, tenants=tenants) as engine:
+            params = greedy(20, tenant="a")  # one runs, one waits, one is not taken yet: each counts
+            tasks = [asyncio.create_task(engine.generate(ids(20, seed=n), params)) for n in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match=r"'a' would have 4 requests: TenantConfig\(max_requests=3\)"):
+                await engine.submit(ids(20), params)
+            other = await engine.generate(ids(20), greedy(2))
+            assert other[0].finish_reason == "length"
+            await asyncio.gather(*tasks)
+            with pytest.raises(QueueFullError, match="would have 4"):
+                await engine.submit_all([ids(20)] * 4, params)  # none of them
+            streams = await engine.submit_all([ids(20), ids(30)], params)
+            assert [stream.accepted.prompt_tokens for stream in streams if stream.accepted] == [20, 30]
+            for stream in streams:
+                assert [output async for output in stream][-1].finish_reason == "length"
+
+    run(test)
+
+
 def test_an_engine_that_drains_takes_nothing_and_finishes_the_rest() -> None:
     async def test() -> None:
         async with echoing(seconds=0.002, max_num_seqs=2) as engine:
             streams = [await engine.submit(ids(20, seed=n), greedy(100)) for n in range(5)]
             assert not await engine.drain(timeout=0.01)
-            assert not engine.is_running
+            assert not engine.is_running and not engine.has_ended
             with pytest.raises(ClosedError, match="it drains"):
                 await engine.submit(ids(20))
             with pytest.raises(ClosedError, match="it drains"):
@@ -795,6 +818,20 @@ def test_an_engine_that_drains_takes_nothing_and_finishes_the_rest() -> None:
 
 
 # On a model
+
+
+def test_chats_and_prompts_without_an_answer_are_those_of_a_plain_engine(tiny: Engine) -> None:
+    messages = [{"role": "user", "content": "The with statement " * 12}]
+
+    async def test() -> None:
+        async with AsyncEngine(engine_on(tiny)) as engine:
+            kept = await engine.prewarm({"messages": messages}, ttl=60)
+            assert kept.token_ids == [] and kept.pin is not None
+            answer = await engine.chat(messages, greedy(4))
+            assert answer.message() == engine_on(tiny).chat(messages, greedy(4)).message()
+            assert answer.usage.cached_tokens > 0
+
+    run(test)
 
 
 def test_streams_of_the_model_are_the_answers_of_a_plain_engine(tiny: Engine) -> None:

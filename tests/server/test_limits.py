@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from hybrid import ArgumentError, CacheConfig
+from hybrid import ArgumentError, CacheConfig, TenantConfig
 from hybrid.server.tenants import Caller, read_keys
 from support.served import ASKED, Poster, served
 
@@ -22,7 +22,11 @@ LONG = "The with statement wraps the execution of a block. " * 4
 @pytest.fixture(scope="module")
 def tenants(tiny: Any) -> Iterator[tuple[Poster, Poster, Poster]]:
     """A server with keys: of two tenants, and of one that sees all."""
-    keys = {"a": Caller("ann", "ann", 2), "b": Caller("bob", "bob"), "c": Caller("all", "all", sees_all=True)}
+    keys = {
+        "a": Caller("ann", "ann", config=TenantConfig(max_requests=2)),
+        "b": Caller("bob", "bob"),
+        "c": Caller("all", "all", sees_all=True),
+    }
     engine = tiny.with_cache(CacheConfig(page_size=16, chunk_size=16, memory="16MiB"))
     with served(engine, keys=keys, requests=6, body=100_000, body_seconds=0.5) as (url, _):
         yield Poster(url, "a"), Poster(url, "b"), Poster(url, "c")
@@ -132,7 +136,7 @@ def test_a_request_has_its_time(tiny: Any) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", "{", '{"a": {}}', '{"a": {"key": 1}}', '{"a": {"key": "x", "limit": 0}}', '{"a/b": {"key": "x"}}'],
+    ["[]", "{", '{"a": {}}', '{"a": {"key": 1}}', '{"a": {"key": "x", "max_requests": 0}}', '{"a/b": {"key": "x"}}'],
 )
 def test_a_file_of_keys_is_checked(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
@@ -143,8 +147,8 @@ def test_a_file_of_keys_is_checked(tmp_path: Path, content: str) -> None:
 
 def test_keys_are_read(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    path.write_text('{"a": {"key": "x"}, "b": {"key": "y", "namespace": "a", "limit": 3, "sees_all": true}}')
-    assert read_keys(path) == {"x": Caller("a", "a"), "y": Caller("b", "a", 3, True)}
+    path.write_text('{"a": {"key": "x"}, "b": {"key": "y", "namespace": "a", "max_requests": 3, "sees_all": true}}')
+    assert read_keys(path) == {"x": Caller("a", "a"), "y": Caller("b", "a", True, TenantConfig(max_requests=3))}
     path.write_text('{"a": {"key": "x"}, "b": {"key": "x"}}')
     with pytest.raises(ArgumentError, match="has the key of 'a'"):
         read_keys(path)

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -55,19 +56,26 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def served(engine: Engine, *, keys: dict[str, Caller] | None = None, **limits: Any) -> Iterator[tuple[str, Server]]:
+def served(
+    engine: Engine, *, keys: dict[str, Caller] | None = None, requests: int = 256, **limits: Any
+) -> Iterator[tuple[str, Server]]:
     """A server of an engine, as its address and itself.
 
     Args:
         keys: of tenants; None: no key is needed.
+        requests: that run or wait, at most.
         limits: as for `ServerLimits`.
     """
     tenants = Tenants(keys or {}, () if keys else LOOPBACK)
+    running = min(engine.config.max_num_seqs, requests - 1)
+    own_limits = {one.name: one.config for one in (keys or {}).values()}
+    config = replace(engine.config, max_num_seqs=running, max_waiting=requests - running, tenants=own_limits)
+    engine = Engine(engine.loaded, engine.cache, config)
     found: dict[str, Any] = {}
     began = threading.Event()
 
     async def run(listening: socket.socket) -> None:
-        async with AsyncEngine(engine) as own:
+        async with AsyncEngine(engine, when_full="refuse") as own:
             server = Server(own, "tiny", tenants, ServerLimits(**limits))
             listener = Listener(uvicorn.Config(make_app(server), lifespan="off", log_config=None, access_log=False))
             running = asyncio.create_task(listener.serve(sockets=[listening]))
