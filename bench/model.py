@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybrid import Engine, SamplingParams
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 
 VOCAB = 8192
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from train_tiny import documents, held_out, optimizers
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 
 PREFIX = "mtp."
 """Of its tensors in the checkpoint."""

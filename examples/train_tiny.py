@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_model as load_safetensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 
 VOCAB = 1024
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

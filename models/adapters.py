@@ -82,8 +82,13 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
 
     Raises:
         CheckpointError: there is none, its files cannot be read, or it does not fit the model.
-        UnsupportedModelError: it is an adapter of another kind.
+        UnsupportedModelError: it is an adapter of another kind, or transformers' layers compute.
     """
+    if not isinstance(model, CausalLM):
+        raise UnsupportedModelError(
+            f"{path}: adapters need a family of this package, and this model runs by transformers' layers; merge the "
+            "adapter into its weights (PEFT's merge_and_unload)"
+        )
     for name in (CONFIG, WEIGHTS):
         if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")

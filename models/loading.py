@@ -21,6 +21,7 @@ from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts, Router
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
+from hybrid.models.transformers_model import TransformersModel, is_in_transformers, load_transformers_model
 from hybrid.models.weights import Loader, Stored, check_quantization, stored_tensors, with_scales
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -86,9 +87,10 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
     path = _locate(name)
     raw = read_config(path / "config.json")
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or (model_type not in ARCHITECTURES and not is_in_transformers(model_type)):
         raise UnsupportedModelError(
-            f"{path} is a {model_type!r} model; supported are: {', '.join(sorted(ARCHITECTURES))}"
+            f"{path} is a {model_type!r} model, which the installed transformers does not have; supported are: "
+            f"{', '.join(sorted(ARCHITECTURES))}, and most other causal language models of transformers"
         )
     from transformers import AutoConfig
 
@@ -97,7 +99,8 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
         config = whole.get_text_config()
         # the vision-language layout has it outside of the text configuration, inside, or both
         config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
-        if (message := ARCHITECTURES[model_type].unsupported(config)) is not None:
+        family = ARCHITECTURES.get(model_type)
+        if family is not None and (message := family.unsupported(config)) is not None:
             raise UnsupportedModelError(f"{path}: {message}")
     except UnsupportedModelError:
         raise
@@ -115,8 +118,9 @@ def load_model(
     mtp: bool = False,
     quantize: bool = False,
     progress: bool | None = None,
-) -> CausalLM:
+) -> CausalLM | TransformersModel:
     """Build the model and load its weights, slice by slice from the mapped files: no second copy is made in memory.
+    transformers loads and computes a type that no family here has.
 
     Matrices that are bfloat16 in the file stay so in a model of fp32, where compiled code multiplies them with its
     rows: they give the same bits and take half of the memory.
@@ -133,6 +137,14 @@ def load_model(
         UnsupportedModelError: it has several layers for multi-token prediction, and they are to be loaded.
     """
     dtype = running_dtype(dtype, device)
+    show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+    if checkpoint.model_type not in ARCHITECTURES:
+        if quantize:
+            raise UnsupportedModelError(
+                f"{checkpoint.path} is a {checkpoint.model_type!r} model, which transformers' layers compute: its "
+                "weights cannot be quantized while they are loaded; leave load_dtype out"
+            )
+        return load_transformers_model(checkpoint.path, dtype, device, chunk_size, show)
     check_quantization(checkpoint.path, getattr(checkpoint.whole, "quantization_config", None))
     tensors = {}
     for stored in stored_tensors(checkpoint.path).values():
@@ -167,7 +179,6 @@ def load_model(
         frozenset(quantized),
         frozenset(kept),
     )
-    show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
     compile_operations(dtype, device, quantize, show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:

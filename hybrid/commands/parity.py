@@ -859,7 +859,7 @@ def transformers_logits(path: Path, ids: Sequence[int], dtype: str = "float32") 
     """
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
+    from hybrid.models.torch_functions import use_torch_functions, without_kernels
 
     with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()

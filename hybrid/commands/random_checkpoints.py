@@ -198,7 +198,7 @@ def random_model(family: Family, seed: int = 0) -> Any:
     """transformers' own model with random weights, in which no norm, bias or gate has its neutral initial value."""
     import transformers
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.models.torch_functions import use_torch_functions
 
     torch.manual_seed(seed)
     config = getattr(transformers, family.config)(**family.settings)

@@ -29,6 +29,7 @@ from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import CheckpointFolder, can_quantize, load_model, open_checkpoint
+from hybrid.models.transformers_model import TransformersModel
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 from hybrid.speculation.config import SpeculationConfig
@@ -69,8 +70,8 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Name the model, its device and its type."""
-        kind = f", {str(self.model.dtype).removeprefix('torch.')}" if isinstance(self.model, CausalLM) else ""
-        return f"{self.name or type(self.model).__name__}, {self.device}{kind}"
+        named, has_dtype = self.name or type(self.model).__name__, isinstance(self.model, CausalLM | TransformersModel)
+        return f"{named}, {self.device}" + (f", {self.model.dtype}".replace("torch.", "") if has_dtype else "")
 
     def digest(self) -> str:
         """The digest of configuration and weights as they are now: all of them are read, at about 1 GB per second and
@@ -305,7 +306,7 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     """Return the fingerprint that copies on disk are made with; None: there are none, and no weights are read."""
     if config.disk is None or not config.enabled:
         return None
-    return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
+    return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded))
 
 
 def is_captured(loaded: LoadedModel, config: EngineConfig) -> bool:
@@ -322,7 +323,7 @@ def model_runner(
 ) -> ModelRunner:
     """Make the runner that computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
-    if device.type == "cuda":
+    if device.type == "cuda" and isinstance(model, CausalLM):
         warm_up(model, cache, config, deterministic, speculation)
     graphs = None
     if is_captured(loaded, config):
@@ -345,8 +346,20 @@ def check_settings(cache: object, config: object) -> None:
         raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")
 
 
-def is_deterministic(config: CacheConfig, device: torch.device) -> bool:
-    """Tell whether hits must be bitwise equal to cold runs: as configured; by default on a CPU with fp32 states."""
+def is_deterministic(config: CacheConfig, loaded: LoadedModel) -> bool:
+    """Tell whether hits must be bitwise equal to cold runs: as configured; by default on a CPU with fp32 states, where
+    this package's own layers compute.
+
+    Raises:
+        ArgumentError: they must be, and transformers' layers compute, whose bits depend on the batch.
+    """
+    if isinstance(loaded.model, TransformersModel):
+        if config.deterministic:
+            raise ArgumentError(
+                f"deterministic=True needs a family of this package, and {loaded.name} runs by transformers' layers: "
+                "leave deterministic out, or use hybrid.hf.PrefixCache, which has such a mode for all models"
+            )
+        return False
     if config.deterministic is not None:
         return config.deterministic
-    return device.type == "cpu" and config.state_dtype == "float32"
+    return loaded.device.type == "cpu" and config.state_dtype == "float32"

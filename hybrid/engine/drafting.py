@@ -13,6 +13,8 @@ from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Branches, Part, Step
+from hybrid.errors import ArgumentError
+from hybrid.models.transformers_model import TransformersModel
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts
@@ -209,8 +211,14 @@ def make_drafting(
         captures: passes are captured on a CPU.
 
     Raises:
-        ArgumentError: two drafters have the same name, or there is no predictor.
+        ArgumentError: two drafters have the same name, or there is no predictor, or transformers' layers compute, which
+            keep no states between the drafts of a pass.
     """
+    if speculation is not None and isinstance(loaded.model, TransformersModel):
+        raise ArgumentError(
+            f"drafts need a family of this package, and {loaded.name} runs by transformers' layers: leave speculation "
+            "out, or use hybrid.hf.PrefixCache"
+        )
     has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
     mtp = None
     if has_predictor:

@@ -175,6 +175,8 @@ class ModelRunner:
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""
         tensors = self._cache.state_tensors.values()
+        if not tensors:
+            return torch.ones(len(slots), dtype=torch.bool)
         with torch_on_one_thread():
             sums = [torch.stack([tensor[slot].sum(dtype=torch.float32) for tensor in tensors]) for slot in slots]
             return torch.stack(sums).isfinite().all(-1)

@@ -34,8 +34,8 @@ from hybrid.hf.layers import fork_layer, refuse_unsupported
 from hybrid.hf.options import Assistance, GenerateCall, option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
-from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.interrupts import deferred
+from hybrid.models.torch_functions import use_torch_functions_on_cpu
 from hybrid.speculation.config import MAX_DRAFTS, SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts

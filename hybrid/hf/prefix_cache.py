@@ -44,10 +44,10 @@ from hybrid.hf.pass_model import PassModel, layout_of_model, probe
 from hybrid.hf.past import Past, PastOrigin, following
 from hybrid.hf.prefill import Hits, PastFactory, Prefiller
 from hybrid.hf.second_run import SecondRun
-from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, Key, check_namespace
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.torch_functions import use_torch_functions_on_cpu
 from hybrid.prompts.images import Media
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.speculator import DrafterStats

@@ -58,8 +58,8 @@ def paged_attention(
             output[start:end] = 0
             continue
         pages = block_table[row, : -(-length // page_size)]
-        keys = _gathered(cache[:, 0], pages, query).transpose(0, 1)[:, None]
-        values = _gathered(cache[:, 1], pages, query).transpose(0, 1)[:, None]
+        keys = gathered(cache[:, 0], pages, head_dim, query.dtype).transpose(0, 1)[:, None]
+        values = gathered(cache[:, 1], pages, head_dim, query.dtype).transpose(0, 1)[:, None]
         position = length - (end - start)
         while start < end:
             stop = min((position // chunk_size + 1) * chunk_size, length)
@@ -78,12 +78,12 @@ def paged_attention(
     return output
 
 
-def _gathered(cache: Tensor, pages: Tensor, query: Tensor) -> Tensor:
-    """The keys, or the values, of some pages in the type of the queries, `[tokens, kv_heads, head_dim]`."""
+def gathered(cache: Tensor, pages: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """The keys, or the values, of some pages, `[tokens, kv_heads, head_dim]`; packed ones in a type of their own."""
     if not is_packed(cache):
         return cache[pages].flatten(0, 1)
     rows = cache.view(torch.uint8)[pages].flatten(0, 1)
-    return unpack(rows, query.shape[-1], cache.dtype, query.dtype)
+    return unpack(rows, head_dim, cache.dtype, dtype)
 
 
 def _causal(count: int, length: int, device: torch.device) -> Tensor:

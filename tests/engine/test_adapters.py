@@ -268,7 +268,7 @@ def test_other_families_name_and_order_their_weights_otherwise(family: str, tmp_
     base = write_random_checkpoint(tmp_path / "base", family)
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.models.torch_functions import use_torch_functions
 
     def fresh() -> Any:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 

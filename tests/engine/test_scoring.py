@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid import Engine, PromptError, SamplingParams
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids
 
 CHOICES = [" a context manager", " the block", " nothing at all, as it is"]

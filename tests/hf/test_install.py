@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipe
 from hybrid import ArgumentError, RequestError
 from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"

@@ -15,7 +15,7 @@ import hybrid
 from hybrid import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
-from hybrid.hf.torch_functions import TORCH_FUNCTIONS
+from hybrid.models.torch_functions import TORCH_FUNCTIONS
 from support.hf import (
     WITHOUT_ANSWERS,
     assert_close,
@@ -529,4 +529,4 @@ def test_functions_picked_for_a_gpu_are_left_to_it(model: Any, modeling: Any) ->
     PrefixCache(model, "4MiB")
     assert modeling.torch_chunk_gated_delta_rule is function  # wrapped once
     assert function.__module__ == modeling.__name__
-    assert function.__globals__["__name__"] == "hybrid.hf.torch_functions"
+    assert function.__globals__["__name__"] == "hybrid.models.torch_functions"

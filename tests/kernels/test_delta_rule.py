@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.kernels import reference as kernels
+from hybrid.models.torch_functions import use_torch_functions
 from support.tensors import ints, poisoned_states, raw_gates, rows_of, same_bits, starts_of, untouched
 
 pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels

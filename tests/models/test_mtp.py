@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hybrid import CacheConfig, Engine, EngineConfig, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.errors import ArgumentError, UnsupportedModelError
-from hybrid.hf.torch_functions import use_torch_functions, without_kernels
+from hybrid.models.torch_functions import use_torch_functions, without_kernels
 from support.checkpoints import WEIGHTS, edit_weights
 from support.engines import greedy
 from support.tensors import same_bits

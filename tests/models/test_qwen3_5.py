@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import hybrid
 from hybrid.batch import Batch, Group
-from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.memory.tensors import CacheTensors
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
+from hybrid.models.torch_functions import use_torch_functions
 from hybrid.spec import TokenTensor
 from support.checkpoints import layers, random_model, text_config, write_checkpoint
 from support.tensors import CPU, ints, rows_of, same_bits, starts_of

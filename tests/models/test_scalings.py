@@ -141,7 +141,7 @@ def test_8_bit_weights_are_restored(checkpoint: Path, tmp_path: Path, block: int
 def test_8_bit_weights_are_restored_as_transformers_restores_them(checkpoint: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.models.torch_functions import use_torch_functions
 
     path = write_8_bits(checkpoint, tmp_path / "stored", 16)
     config = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))

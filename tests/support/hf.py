@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid.hf.installed import NEEDED
 from hybrid.hf.prefix_cache import PrefixCache
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 
 GRID = 16
 VOCAB = 128

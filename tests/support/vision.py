@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hybrid.commands.random_checkpoints import EXPERTS, GATED_DELTA
-from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.torch_functions import use_torch_functions
 
 PAD = 5
 """The token that stands for an image."""
