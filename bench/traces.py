@@ -58,13 +58,15 @@ def request(session: int, turn: int, ts: float, given: list[int], answer: list[i
     return {"session_id": session, "turn_id": turn, "ts": ts, "input_tokens": given, "output_tokens": answer}
 
 
-def chats(user: Length, answer: Length, *, mean_turns: float, popular_share: float, seed: int) -> list[Request]:
+def chats(
+    user: Length, answer: Length, *, mean_turns: float, popular_share: float, seed: int, scale: int = 1
+) -> list[Request]:
     """A hundred chats, one begun each second; a user types 90 words a minute."""
     rng = np.random.default_rng(seed)
     popular = [some(rng, (200, 0.8, 30, 1500)) for _ in range(8)]
     made = []
-    for session in range(100):
-        ts, history = float(session), []
+    for session in range(100 * scale):
+        ts, history = session / scale, []
         for turn in range(min(10 + int(rng.exponential(mean_turns)), 60)):
             asked = USER + some(rng, user)
             if turn == 0 and rng.random() < popular_share:
@@ -78,13 +80,13 @@ def chats(user: Length, answer: Length, *, mean_turns: float, popular_share: flo
     return made
 
 
-def agents(*, drops: bool, seed: int, kept: int = 5) -> list[Request]:
+def agents(*, drops: bool, seed: int, kept: int = 5, scale: int = 1) -> list[Request]:
     """Sixty agents, one begun each two seconds. Those that drop keep the observations of the last `kept` turns."""
     rng = np.random.default_rng(seed)
     system = tokens(rng, 1400)
     made = []
-    for session in range(60):
-        ts, pairs = session / 0.5, []
+    for session in range(60 * scale):
+        ts, pairs = session / 0.5 / scale, []
         for turn in range(int(np.clip(rng.normal(32, 12), 6, 51))):
             history = [token for pair in pairs for message in pair for token in message]
             task = system + some(rng, (900, 0.7, 100, 6000)) if turn == 0 else some(rng, (350, 1.45, 12, 9000))
@@ -99,7 +101,7 @@ def agents(*, drops: bool, seed: int, kept: int = 5) -> list[Request]:
     return made
 
 
-def fewshot(*, seed: int, groups: int = 40) -> list[Request]:
+def fewshot(*, seed: int, groups: int = 40, scale: int = 1) -> list[Request]:
     """2000 requests or one more, four a second."""
     rng = np.random.default_rng(seed)
     systems = [tokens(rng, int(length)) for length in rng.integers(600, 6001, groups)]
@@ -109,8 +111,8 @@ def fewshot(*, seed: int, groups: int = 40) -> list[Request]:
     short: Length = (80, 0.8, 4, 800)
     made: list[Request] = []
     session, ts = 0, 0.0
-    while len(made) < 2000:
-        ts += float(rng.exponential(1.0 / 4.0))
+    while len(made) < 2000 * scale:
+        ts += float(rng.exponential(1.0 / 4.0 / scale))
         group, variant = int(rng.choice(groups, p=weights)), int(rng.choice(3, p=[0.6, 0.3, 0.1]))
         asked = systems[group] + examples[group][variant] + USER + some(rng, (120, 0.8, 8, 1500))
         answered = ASSISTANT + some(rng, short)
@@ -131,10 +133,14 @@ TRACES: dict[str, Callable[..., list[Request]]] = {
 }
 
 
-def make(name: str, seed: int | None = None) -> list[Request]:
-    """The requests of a trace, in order of arrival; with another seed than the trace's own they are others alike."""
+def make(name: str, seed: int | None = None, scale: int = 1) -> list[Request]:
+    """The requests of a trace, in order of arrival; with another seed than the trace's own they are others alike.
+
+    Args:
+        scale: times as many sessions, in the same time.
+    """
     given = {} if seed is None else {"seed": seed}
-    made = sorted(TRACES[name](**given), key=lambda one: (one["ts"], one["session_id"], one["turn_id"]))
+    made = sorted(TRACES[name](scale=scale, **given), key=lambda one: (one["ts"], one["session_id"], one["turn_id"]))
     for one in made:
         one |= {"num_input_tokens": len(one["input_tokens"]), "num_output_tokens": len(one["output_tokens"])}
     return made

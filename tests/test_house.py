@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")])
 
 ORDER = (
-    "kernels < words < tree, memory, prompts, models, observe, tiers < mirror < cache, sglang, vllm "
-    "< speculation, doctor < engine, hf < serve < server < commands"
+    "kernels < words < tree, memory, prompts, models, observe, tiers, events < mirror < cache, sglang, vllm "
+    "< speculation, doctor < engine, hf < serve < server < fleet < commands"
 )
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""

@@ -45,9 +45,11 @@ from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
+from hybrid.cache.subscriptions import Subscriptions
 from hybrid.cache.tiers import Tiers, make_tiers
 from hybrid.checks import MAX_INT, count, integer, shown
 from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
+from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.interrupts import deferred
 from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
@@ -190,6 +192,7 @@ class HybridCache:
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
         self._owner = _Owner()
+        self._subscriptions = Subscriptions(memory, self.claim)
         self.on_clear: WeakSet[Clearable] = WeakSet()
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
@@ -206,6 +209,7 @@ class HybridCache:
         """Make the bookkeeping of a memory of which nothing is in use."""
         memory, config = self.memory, self.config
         self.tree: Tree = self._new_tree()
+        self._subscriptions.follow(self.tree)
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
@@ -876,6 +880,21 @@ class HybridCache:
             self.restores.count(now)
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
+
+    def subscribe(self, limit: int = MAX_CHANGES) -> Feed:
+        """Follow what the cache has on its device: births and deaths of pages and checkpoints, by the digests of their
+        prefixes. They are numbered; `Feed.since` gives those after a number, `Feed.snapshot` all that there is. Ends
+        with `Feed.close`. Where nothing is subscribed, nothing of it is computed.
+
+        Args:
+            limit: changes that the feed remembers.
+
+        Raises:
+            ArgumentError: `limit` is not a positive integer.
+        """
+        limit = integer("subscribe: limit", limit, 1)
+        with self.bookkeeping():
+            return self._subscriptions.subscribe(limit)
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""

@@ -142,6 +142,15 @@ class Leaving(Protocol):
         ...
 
 
+class Watcher(Leaving, Protocol):
+    """Sees what is inserted, too, once the tree has it. Must not raise, and must not change the tree."""
+
+    def inserted(self, node: Any, num_existing: int, adopted: bool) -> None:
+        """A node, which ends where the insert did, has got the pages after the first `num_existing` tokens, where it is
+        longer, and a checkpoint, if it was `adopted`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pools:
     """The pools that pages and checkpoints are from, as a tree must know them.

@@ -49,7 +49,7 @@ from hybrid.tree.node import (
     Tenant,
 )
 from hybrid.tree.policy import Policy
-from hybrid.tree.pools import INTEGERS, PageValues, Pools
+from hybrid.tree.pools import INTEGERS, PageValues, Pools, Watcher
 from hybrid.units import Prices
 
 MAX_RECENT = 2048
@@ -80,6 +80,7 @@ class Tree:
         candidates: what can be evicted, in the order of the policy.
         tenants: by their names, those of which a checkpoint, stored or remembered, is known.
         lock_pages, lock_state, pin, unlock: those of `locks`.
+        watcher: sees what is inserted, and what is about to be evicted; None: nothing does.
 
     One thread owns a tree.
     """
@@ -113,6 +114,7 @@ class Tree:
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
+        self.watcher: Watcher | None = None
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -399,6 +401,8 @@ class Tree:
                 forest.join(lower.parent)
             raise
         self.candidates.enter(node, adopted or is_new or past is not None)
+        if self.watcher is not None and (is_new or adopted):
+            self.watcher.inserted(node, num_existing, adopted)
         return Inserted(node, num_existing, adopted)
 
     def _cut(self, lower: Node, num_tokens: int, tick: int) -> Node:
@@ -666,6 +670,8 @@ class Tree:
     def _remember(self, node: Node, num_kept: int) -> None:
         if self._pools.leaving is not None:
             self._pools.leaving.pages(node, num_kept)
+        if self.watcher is not None:
+            self.watcher.pages(node, num_kept)
         if self.ghosts.limit:
             try:
                 self.ghosts.remember(node, num_kept * self.forest.page_size)
@@ -676,6 +682,8 @@ class Tree:
         assert not node.state_locks
         if self._pools.leaving is not None:
             self._pools.leaving.checkpoint(node)
+        if self.watcher is not None:
+            self.watcher.checkpoint(node)
         candidates, usage = self.candidates, node.usage
         if candidates.reports_evictions:
             candidates.evicting(node)

@@ -1,0 +1,94 @@
+"""The numbered log of one cache's changes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from hybrid.events.change import Change
+
+MAX_CHANGES = 1 << 16
+"""Changes that a feed remembers unless it is asked for others: a reader that is further behind takes a snapshot."""
+
+
+class Snapshot(NamedTuple):
+    """All that a cache has, as births, and the number of the last change before.
+
+    Attributes:
+        feed_id: of the feed.
+        number: changes after this one are to be applied on top.
+        changes: one birth for each run of pages and each checkpoint.
+    """
+
+    feed_id: str
+    number: int
+    changes: list[Change]
+
+
+class Feed:
+    """The changes of a cache since it was subscribed to, numbered from 1 on. Made by `HybridCache.subscribe`.
+
+    The cache's thread adds changes; any thread may read them.
+
+    Args:
+        take: makes a snapshot's changes; in the thread of the cache.
+        leave: called with the feed when it is closed.
+        limit: changes that are remembered.
+
+    Attributes:
+        feed_id: no other feed has it, so that a reader sees when the cache is another one.
+        number: of the last change.
+        on_change: called in the cache's thread after the first change since `since` was called; None: nothing is. Must
+            not raise, and must not call the cache.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], Iterator[Change]],
+        leave: Callable[[Feed], None],
+        limit: int = MAX_CHANGES,
+    ) -> None:
+        self.feed_id: str = secrets.token_hex(8)
+        self.number: int = 0
+        self.on_change: Callable[[], None] | None = None
+        self._take = take
+        self._leave = leave
+        self._changes: deque[Change] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+        self._is_told = False
+
+    def add(self, change: Change) -> None:
+        """Number a change, and remember it. In the thread of the cache."""
+        with self._lock:
+            self._changes.append(change)
+            self.number += 1
+        if self.on_change is not None and not self._is_told:
+            self._is_told = True
+            self.on_change()
+
+    def since(self, number: int) -> list[Change] | None:
+        """The changes after that of a number; None: some of them are not remembered, and a snapshot is needed."""
+        with self._lock:
+            self._is_told = False
+            missing = self.number - number
+            if missing == 0:
+                return []
+            if not 0 < missing <= len(self._changes):
+                return None
+            return list(islice(self._changes, len(self._changes) - missing, None))
+
+    def snapshot(self) -> Snapshot:
+        """Take all that the cache has now. In the thread of the cache; takes about a microsecond a page.
+
+        Raises:
+            OwnershipError: another thread owns the cache.
+        """
+        return Snapshot(self.feed_id, self.number, list(self._take()))
+
+    def close(self) -> None:
+        """End the feed: the cache does not spend time on it any more. In the thread of the cache."""
+        self._leave(self)

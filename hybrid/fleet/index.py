@@ -1,0 +1,147 @@
+"""Which replicas have which prefixes: a set of replicas, as the bits of an integer, for each digest."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from hybrid.events.change import DEVICE, EVERYTHING, PAGES, Change
+
+FEW = 24
+"""Members of a set that are taken one by one; more are unpacked together."""
+
+Depths = np.ndarray[tuple[int], np.dtype[np.float64]]
+"""Tokens, for each replica."""
+
+Sets = dict[bytes, int]
+"""Replicas by digests."""
+
+
+class Found(NamedTuple):
+    """How much of a prompt each replica has, in tokens.
+
+    Attributes:
+        pages: whose pages it has, `[width]`.
+        checkpoints: up to its deepest checkpoint, `[width]`.
+        copies: up to the deepest checkpoint of which it has a copy in host memory, `[width]`; None: there are none.
+    """
+
+    pages: Depths
+    checkpoints: Depths
+    copies: Depths | None
+
+
+class Index:
+    """The prefixes of the replicas of a fleet, which have numbers from 0 on.
+
+    Args:
+        page_size: tokens per page, of all replicas.
+
+    Attributes:
+        page_size: as given.
+        width: numbers that replicas can have; it grows.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size: int = page_size
+        self.width: int = 64
+        self._pages: Sets = {}
+        self._checkpoints: Sets = {}
+        self._copies: Sets = {}
+
+    def __len__(self) -> int:
+        """Number of digests that some replica has the page of."""
+        return len(self._pages)
+
+    def reserve(self, replica: int) -> None:
+        """Make room for the number of a replica."""
+        while replica >= self.width:
+            self.width *= 2
+
+    def apply(self, replica: int, changes: Iterable[Change]) -> None:
+        """Learn what a replica took and gave up. What is known already, and a death of what is not, changes nothing."""
+        self.reserve(replica)
+        bit = 1 << replica
+        for change in changes:
+            if change.kind == EVERYTHING:
+                self.forget(replica)
+                continue
+            if change.tier == DEVICE:
+                sets = self._pages if change.kind == PAGES else self._checkpoints
+            elif change.kind == PAGES:
+                continue  # a copy of a checkpoint is restored with its pages, or not at all
+            else:
+                sets = self._copies
+            known, then = -1, -1  # neighbours most often have equal sets, which are one object
+            for name in change.each_name:
+                now = sets.get(name, 0)
+                if now != known:
+                    known, then = now, now | bit if change.born else now & ~bit
+                if then:
+                    sets[name] = then
+                else:
+                    sets.pop(name, None)
+
+    def forget(self, replica: int) -> None:
+        """Forget all that a replica has: it ended, or is read anew. Looks at every digest."""
+        others = ~(1 << replica)
+        for sets in (self._pages, self._checkpoints, self._copies):
+            changed = {name: found & others for name, found in sets.items() if found & ~others}
+            for name, left in changed.items():
+                if left:
+                    sets[name] = left
+                else:
+                    del sets[name]
+
+    def find(self, names: Sequence[bytes]) -> Found:
+        """How much of a prompt each replica has.
+
+        Args:
+            names: the digests at the ends of its pages, in order (`hybrid.tiers.tier.chain`), as far as a hit may go.
+        """
+        pages = self._pages
+        known = bisect_left(names, True, key=lambda name: name not in pages)  # who has a page has those before it
+        copies = None
+        if self._copies:
+            copies = self._deepest(self._copies, names)
+        checkpoints = self._deepest(self._checkpoints, names[:known])
+        return Found(self._deepest_pages(names, known), checkpoints, copies)
+
+    def _deepest_pages(self, names: Sequence[bytes], known: int) -> Depths:
+        """The depths of pages: sets grow towards the beginning, so that each change of them is found by bisection."""
+        pages, depths, seen = self._pages, np.zeros(self.width), 0
+        if not known:
+            return depths
+        everyone = pages[names[0]]
+        while known and seen != everyone:
+            found = pages[names[known - 1]]
+            self._set(depths, found & ~seen, known)
+            seen |= found
+            known = bisect_left(names, True, 0, known, key=lambda name: pages[name] == found)
+        return depths
+
+    def _deepest(self, sets: Sets, names: Sequence[bytes]) -> Depths:
+        depths, seen = np.zeros(self.width), 0
+        there = [*compress(range(1, len(names) + 1), map(sets.__contains__, names))]
+        for place in reversed(there):
+            fresh = sets[names[place - 1]] & ~seen
+            if fresh:
+                self._set(depths, fresh, place)
+                seen |= fresh
+        return depths
+
+    def _set(self, depths: Depths, replicas: int, num_pages: int) -> None:
+        """Set the depths of the replicas of a set."""
+        num_tokens = num_pages * self.page_size
+        if replicas.bit_count() > FEW:
+            packed = np.frombuffer(replicas.to_bytes(self.width // 8, "little"), np.uint8)
+            depths[np.unpackbits(packed, bitorder="little").view(np.bool_)] = num_tokens
+            return
+        while replicas:
+            last = replicas.bit_length() - 1
+            depths[last] = num_tokens
+            replicas ^= 1 << last

@@ -1,0 +1,213 @@
+"""Where each request goes: what the replicas have, what it costs at each, and what has been promised."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from hybrid.events.change import Change
+from hybrid.fleet.index import Depths, Index
+from hybrid.fleet.score import Weights, costs
+from hybrid.fleet.sessions import Session, Sessions
+
+RATE = 8000.0
+"""Tokens of prompts that a replica computes in a second, until it is measured."""
+
+SMOOTHING = 0.05
+"""Weight of the latest measurement of `Router.rate`."""
+
+
+class Reservation:
+    """A request at the replica that was chosen for it. From then on its work counts there, and what it computes counts
+    as about to be there.
+
+    Attributes:
+        replica: its number.
+        num_tokens: of the prompt.
+        promised: tokens that the replica need not compute: it has a checkpoint there.
+        expected: the same with what requests before it compute; at least `promised`.
+        session: that it belongs to.
+        names: of the pages of the prompt.
+        is_waiting: its prompt is not computed yet.
+        has_ended: it does not count any more.
+    """
+
+    __slots__ = ("expected", "has_ended", "is_waiting", "names", "num_tokens", "promised", "replica", "session")
+
+    def __init__(
+        self, replica: int, num_tokens: int, promised: int, expected: int, session: Session, names: Sequence[bytes]
+    ) -> None:
+        self.replica: int = replica
+        self.num_tokens: int = num_tokens
+        self.promised: int = promised
+        self.expected: int = expected
+        self.session: Session = session
+        self.names: Sequence[bytes] = names
+        self.is_waiting: bool = True
+        self.has_ended: bool = False
+
+
+class Router:
+    """Chooses a replica for each request: home and memory, and what it can resume there.
+
+    A session has a home, the replica of its last request. A new one goes where the cost is least, and what lives at a
+    replica beyond its share costs, too. A checkpoint counts whole, and pages after it in part. Load counts only beyond
+    a patience. One thread uses a router.
+
+    Args:
+        page_size: tokens per page.
+        weights: of the score.
+
+    Attributes:
+        index: what the replicas have.
+        rate: tokens of prompts that a replica computes in a second.
+    """
+
+    def __init__(self, page_size: int, weights: Weights | None = None) -> None:
+        self.index: Index = Index(page_size)
+        self.rate: float = RATE
+        self._weights = weights or Weights()
+        self._sessions = Sessions(self._weights.idle)
+        self._replicas: set[int] = set()
+        self._queued: Depths = np.zeros(self.index.width)
+        self._live: Depths = np.zeros(self.index.width)
+        self._absent: Depths = np.full(self.index.width, np.inf)
+        self._leading: dict[bytes, Reservation] = {}  # the latest prompt under way that has the page
+
+    @property
+    def replicas(self) -> frozenset[int]:
+        """The numbers of the replicas."""
+        return frozenset(self._replicas)
+
+    def add(self, replica: int) -> None:
+        """Send requests to a replica, of which nothing is known."""
+        self.index.reserve(replica)
+        more = self.index.width - len(self._queued)
+        if more:
+            self._queued = np.append(self._queued, np.zeros(more))
+            self._live = np.append(self._live, np.zeros(more))
+            self._absent = np.append(self._absent, np.full(more, np.inf))
+        self._replicas.add(replica)
+        self._absent[replica] = 0.0
+
+    def remove(self, replica: int) -> None:
+        """Send no request to a replica any more, and forget what it has."""
+        self._replicas.discard(replica)
+        self.index.forget(replica)
+        self._queued[replica] = self._live[replica] = 0.0
+        self._absent[replica] = np.inf
+
+    def apply(self, replica: int, changes: Iterable[Change]) -> None:
+        """Learn what a replica took and gave up. Of one that was removed nothing is learned."""
+        if replica in self._replicas:
+            self.index.apply(replica, changes)
+
+    def choose(
+        self,
+        names: Sequence[bytes],
+        num_tokens: int,
+        now: float,
+        session: str | None = None,
+        among: Iterable[int] | None = None,
+    ) -> Reservation:
+        """Choose a replica for a request, and reserve its place there: `ended` must follow.
+
+        Args:
+            names: the digests at the ends of the whole pages of its prompt, without its last token, which is always
+                computed.
+            num_tokens: of the prompt.
+            now: seconds, of any clock.
+            session: its id; None: the deepest known prefix of its prompt that others do not share stands for it.
+            among: replicas that can take it; None: all.
+
+        Raises:
+            LookupError: there is no replica.
+        """
+        if not self._replicas:
+            raise LookupError("there is no replica")
+        for gone in self._sessions.expire(now):
+            self._move(gone, None, 0.0)
+        found = self.index.find(names)
+        own, size = self._sessions.find(names, session), self.index.page_size
+        leader, num_led = self._leader(names)
+        led = num_led * size if leader is not None else 0
+        if leader is not None:  # its pages are about to be there, and most often a checkpoint where others branch off
+            found.pages[leader.replica] = max(found.pages[leader.replica], led)
+        home = own.home if own.home in self._replicas else None
+        cost = costs(self._weights, num_tokens, found, self._queued, self._live, len(self._replicas), self.rate, home)
+        cost += self._absent
+        if among is not None:
+            allowed = [*among]
+            best = min(allowed, key=lambda replica: (cost[replica], self._live[replica] + self._queued[replica]))
+        else:
+            best = int(cost.argmin())
+            ties = np.flatnonzero(cost == cost[best])
+            if len(ties) > 1:
+                best = int(ties[(self._live + self._queued)[ties].argmin()])
+        promised = expected = int(found.checkpoints[best])
+        if leader is not None and leader.replica == best:
+            expected = max(promised, led)
+        reservation = Reservation(best, num_tokens, promised, expected, own, names)
+        self._queued[best] += num_tokens - expected
+        if own.home is None:
+            own.shared = max(float(found.pages[best]), expected)
+        self._move(own, best, max(own.own, num_tokens - own.shared))
+        own.under_way += 1
+        self._sessions.use(own, now)
+        self._leading.update(zip(names, repeat(reservation)))
+        return reservation
+
+    def _leader(self, names: Sequence[bytes]) -> tuple[Reservation | None, int]:
+        """The prompt under way that shares most with another, and how many pages."""
+        leading = self._leading
+        if not leading or not names or names[0] not in leading:
+            return None, 0
+        num_pages = bisect_left(names, True, key=lambda name: name not in leading)
+        return leading[names[num_pages - 1]], num_pages
+
+    def _move(self, session: Session, home: int | None, own: float) -> None:
+        """Count the tokens of a session at its home."""
+        if session.home in self._replicas:
+            assert session.home is not None
+            self._live[session.home] = max(0.0, self._live[session.home] - session.own)
+        session.home, session.own = home, own
+        if home is not None:
+            self._live[home] += own
+
+    def computed(self, reservation: Reservation, seconds: float | None = None) -> None:
+        """The prompt of a request is computed: its first token came.
+
+        Args:
+            seconds: that computing it took; None: not known.
+        """
+        if not reservation.is_waiting:
+            return
+        reservation.is_waiting = False
+        work = reservation.num_tokens - reservation.expected
+        replica, leading = reservation.replica, self._leading
+        if replica in self._replicas:
+            self._queued[replica] = max(0.0, self._queued[replica] - work)
+        for name in reservation.names:
+            if leading.get(name) is reservation:
+                del leading[name]
+        if seconds and seconds > 0 and work > 0:
+            self.rate += SMOOTHING * (work / seconds - self.rate)
+
+    def ended(self, reservation: Reservation, num_answer: int = 0) -> None:
+        """A request has ended, in whatever way. Another call does nothing.
+
+        Args:
+            num_answer: tokens of its answer.
+        """
+        if reservation.has_ended:
+            return
+        self.computed(reservation)
+        reservation.has_ended = True
+        session = reservation.session
+        session.under_way -= 1
+        session.own += num_answer
+        if session.home in self._replicas:
+            self._live[session.home] += num_answer
