@@ -43,7 +43,7 @@ class Heads(nn.Module):
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = head_dim
         self.scale: float = head_dim**-0.5
-        size, bias = config.hidden_size, bool(config.attention_bias)
+        size, bias = config.hidden_size, bool(getattr(config, "attention_bias", False))
         self.q_proj: Linear = Linear(size, query_parts * self.heads * head_dim, bias)
         self.k_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
         self.v_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
@@ -94,6 +94,52 @@ class Attention(Heads):
             places = (part.block_table, part.cu_seqlens, part.seq_lens, self.scale, chunk_size, part.num_splits)
             parts.append(kernels.paged_attention(q[part.rows], pages, *places, self.first))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class PlainAttention(Attention):
+    """A full-attention layer without norms; keys and values are in pages.
+
+    Args:
+        layer: its place in a page.
+        scale: of the products of queries and keys; None: one over the root of a head's size.
+    """
+
+    def __init__(self, config: Any, layer: int, scale: float | None = None) -> None:
+        super().__init__(config, layer, head_dim_of(config))
+        if scale is not None:
+            self.scale = scale
+
+    def add_norms(self, config: Any) -> None:
+        """Make none."""
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+        """Write keys and values to the slots of the batch. Returns the queries. Where the model has angles, queries and
+        keys are rotated."""
+        pages, (k, v) = kv[:, self.layer], self.of_heads(k, v)
+        if rotary.cos.shape[-1]:
+            q, k = (rotate(each, rotary.cos, rotary.sin) for each in (q, k))
+        kernels.store_kv(k, v, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
+        return q
+
+
+class NormedAttention(Attention):
+    """A full-attention layer whose queries and keys have norms with plain weights."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config, layer, head_dim_of(config))
+
+    def add_norms(self, config: Any) -> None:
+        """Make the norms of queries and keys."""
+        eps = config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps
+        self.q_norm: RMSNorm = RMSNorm(self.head_dim, eps, offset=0.0)
+        self.k_norm: RMSNorm = RMSNorm(self.head_dim, eps, offset=0.0)
+
+
+def head_dim_of(config: Any) -> int:
+    """Size of an attention head: as the configuration has it, else as many as fit a row."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 class WindowAttention(Heads):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
-from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary
+from hybrid.models.attention import PlainAttention
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, scaled
 from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.models.weights import Layouts, Source
@@ -111,10 +112,11 @@ class CausalLM(nn.Module, ABC):
     Args:
         config: its configuration, of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        head_dim: size of an attention head.
+        head_dim: size of an attention head; 0: nothing is rotated.
         layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
-            (residual is None for the first layer), and it returns its output as two such terms. The `layer` of its
-            mixer is its row in the tensors of its kind.
+            (residual is None for the first layer), and it returns its output as two such terms. Its `linear` is the
+            mixer whose state is in state slots, its `attention` the one whose keys and values are in pages, None where
+            it has none. The `layer` of a mixer is its row in the tensors of its kind, of two the same one.
         norm: the final norm.
         predictor: drafts tokens; None: the model has none, or it is not loaded.
 
@@ -122,11 +124,16 @@ class CausalLM(nn.Module, ABC):
         waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
+        layer_kinds: types of layers of which a model must have each.
+        embedding_scale, logits_scale: factors of the embeddings, and of the logits.
         mtp: the predictor.
     """
 
     waits_for_device: bool = False
     rotary_layers: str | None = None
+    layer_kinds: tuple[str, ...] = ("linear_attention", "full_attention")
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
 
     def __init__(
         self,
@@ -147,9 +154,13 @@ class CausalLM(nn.Module, ABC):
             self.tie_head()
         self.inverse_frequencies: Tensor
         self.rotary_scale: float
-        self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim, self.rotary_layers)
+        self.inverse_frequencies, self.rotary_scale = torch.empty(0, device="cpu"), 1.0
+        sections = MROPE_SECTION
+        if head_dim:
+            self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim, self.rotary_layers)
+            sections = config.rope_parameters.get("mrope_section", MROPE_SECTION)
         axes = torch.zeros(len(self.inverse_frequencies) // 2, dtype=torch.int64, device="cpu")
-        for axis, size in enumerate(config.rope_parameters.get("mrope_section", MROPE_SECTION)):
+        for axis, size in enumerate(sections):
             if axis:  # height and width alternate with time: every third frequency, up to the end of their section
                 axes[axis : 3 * size : 3] = axis
         self.axes: Tensor = axes.repeat(2)
@@ -161,11 +172,12 @@ class CausalLM(nn.Module, ABC):
     @property
     def decode_can_be_recorded(self) -> bool:
         """Tell whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU
-        its products are compiled (experts read on the host which tokens are theirs)."""
+        its products are compiled (experts read on the host which tokens are theirs, and attention without norms where
+        keys are stored)."""
         if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
             return not self.waits_for_device
-        has_experts = any(isinstance(module, Experts) for module in self.modules())
-        return is_compiled(self.lm_head.weight.device) and not has_experts
+        reads = any(isinstance(module, Experts | PlainAttention) for module in self.modules())
+        return is_compiled(self.lm_head.weight.device) and not reads
 
     @staticmethod
     @abstractmethod
@@ -183,10 +195,12 @@ class CausalLM(nn.Module, ABC):
         tokens = tuple(tensor.name for tensor in spec.tokens)
         states = tuple(tensor.name for tensor in spec.state)
         decoder: Iterable[Any] = self.model.layers
-        layers = [
-            LayerTensors(mixer.layer, state=states) if is_linear else LayerTensors(mixer.layer, tokens)
-            for is_linear, mixer in ((layer.is_linear, layer.parts[1]) for layer in decoder)
-        ]
+        layers = []
+        for layer in decoder:
+            linear, attention = layer.linear, layer.attention
+            row = next((mixer.layer for mixer in (linear, attention) if mixer is not None), 0)
+            kept = tokens if attention is not None else (), states if linear is not None else ()
+            layers.append(LayerTensors(row, *kept))
         if self.mtp is not None:
             predictor: Any = self.mtp.layers[0]
             spec = self.mtp.extend(spec, self.config.hidden_size)
@@ -196,11 +210,12 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
         """Return what of a configuration is not computed here; None: all of it is."""
-        if (message := unsupported_rotary(config.rope_parameters)) is not None:
+        rope = getattr(config, "rope_parameters", None)
+        if rope and (message := unsupported_rotary(rope)) is not None:
             return message
-        if config.hidden_act != "silu":
+        if getattr(config, "hidden_act", "silu") != "silu":
             return f"hidden_act {config.hidden_act!r} is not supported, only 'silu'"
-        for kind in ("linear_attention", "full_attention"):
+        for kind in cls.layer_kinds:
             if kind not in config.layer_types:
                 return f"no {kind} layer in layer_types; this package runs hybrid models"
         return None
@@ -250,12 +265,13 @@ class CausalLM(nn.Module, ABC):
     def _logits(self, x: Tensor, batch: Batch) -> Tensor:
         """`[S, vocab]` fp32 of final hidden states, which are single rows."""
         decode_start = 0 if batch.is_batch_invariant else None
-        return linear(x, self.lm_head.weight, decode_start, self.lm_head.scale).float()
+        logits = linear(x, self.lm_head.weight, decode_start, self.lm_head.scale).float()
+        return scaled(logits, self.logits_scale)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
         x: Tensor = self.model.embed_tokens(token_ids)
-        return x.to(self.dtype)
+        return scaled(x.to(self.dtype), self.embedding_scale)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +305,7 @@ class CausalLM(nn.Module, ABC):
             state: the state pool's tensors by name; written.
         """
         layers: Iterable[Any] = self.model.layers
-        mixers = [layer.parts[1] for layer in layers if layer.is_linear]
+        mixers = [layer.linear for layer in layers if layer.linear is not None]
         mixers += [self.mtp.last_hidden] if self.mtp is not None else []
         for mixer, inputs in zip(mixers, log, strict=True):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
@@ -308,6 +324,9 @@ class CausalLM(nn.Module, ABC):
             dtype: of the result.
         """
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        if not len(self.inverse_frequencies):
+            nothing = self.inverse_frequencies.new_empty(positions.shape[-1], 0, dtype=dtype)
+            return Rotary(nothing, nothing)
         each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()
         return angles(each, self.inverse_frequencies, self.rotary_scale, dtype)
 

@@ -64,6 +64,16 @@ class Gemma3Layer(nn.Module):
             self.mlp,
         )
 
+    @property
+    def linear(self) -> Heads | None:
+        """Attention, where its keys and values are state."""
+        return self.self_attn if self.is_linear else None
+
+    @property
+    def attention(self) -> Heads | None:
+        """Attention, where its keys and values are in pages."""
+        return None if self.is_linear else self.self_attn
+
     def forward(
         self,
         x: Tensor,

@@ -135,6 +135,10 @@ class RMSNorm(nn.Module):
         """`x + residual`, and its norm."""
         return kernels.add_rms_norm(x, residual, self.factor(), self.eps)
 
+    def of_terms(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`of_sum`, also where there is no second term."""
+        return (x, self(x)) if residual is None else self.of_sum(x, residual)
+
     def factor(self) -> Tensor:
         """`offset + weight` in fp32, computed once."""
         if self.scale is None:
@@ -228,10 +232,22 @@ class ResidualLayer(nn.Module):
     Attributes:
         is_linear: the mixer is a linear-attention layer rather than full attention.
         parts: the norm before the mixer, the mixer, the norm before the feed-forward part, the feed-forward part.
+        residual_scale: what the mixer and the feed-forward part give is multiplied by it.
     """
 
     is_linear: bool
     parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module]
+    residual_scale: float = 1.0
+
+    @property
+    def linear(self) -> Any:
+        """The mixer whose state is in state slots; None: there is none."""
+        return self.parts[1] if self.is_linear else None
+
+    @property
+    def attention(self) -> Any:
+        """The mixer whose keys and values are in pages; None: there is none."""
+        return None if self.is_linear else self.parts[1]
 
     def forward(
         self,
@@ -253,11 +269,23 @@ class ResidualLayer(nn.Module):
             state: the state pool's tensors by name.
             chunk_size: chunk of the linear layers, in tokens.
         """
-        norm, mixer, second_norm, feed_forward = self.parts
-        if residual is None:
-            residual, y = x, norm(x)
-        else:
-            residual, y = norm.of_sum(x, residual)
-        y = mixer(y, batch, state, chunk_size) if self.is_linear else mixer(y, batch, rotary, kv, chunk_size)
+        norm, _, second_norm, feed_forward = self.parts
+        residual, y = norm.of_terms(x, residual)
+        y = scaled(self.mix(y, batch, rotary, kv, state, chunk_size), self.residual_scale)
         residual, y = second_norm.of_sum(y, residual)
-        return feed_forward(y, batch), residual
+        return scaled(feed_forward(y, batch), self.residual_scale), residual
+
+    def mix(
+        self, y: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int
+    ) -> Tensor:
+        """What the mixer gives for normalised rows."""
+        mixer = self.parts[1]
+        mixed: Tensor = (
+            mixer(y, batch, state, chunk_size) if self.is_linear else mixer(y, batch, rotary, kv, chunk_size)
+        )
+        return mixed
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Multiply by a number, unless it is 1."""
+    return x if factor == 1 else x * factor

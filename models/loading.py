@@ -15,10 +15,15 @@ from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels.ops import compiled_module, is_compiled, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
+from hybrid.models.falcon_h1 import FalconH1ForCausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
+from hybrid.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
+from hybrid.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from hybrid.models.llama import LlamaForCausalLM, Qwen3ForCausalLM
 from hybrid.models.moe import Experts, Router
+from hybrid.models.nemotron_h import NemotronHForCausalLM
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.transformers_model import TransformersModel, is_in_transformers, load_transformers_model
@@ -28,7 +33,14 @@ log: logging.Logger = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
+    "falcon_h1": FalconH1ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
+    "granitemoehybrid": GraniteMoeHybridForCausalLM,
+    "lfm2": Lfm2ForCausalLM,
+    "lfm2_moe": Lfm2MoeForCausalLM,
+    "llama": LlamaForCausalLM,
+    "nemotron_h": NemotronHForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
     "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
@@ -151,11 +163,11 @@ def load_model(
         name = stored.name.replace("model.language_model.", "model.", 1)
         if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)):
             tensors[name] = stored
-    tied = _is_tied(checkpoint, tensors)
+    family = ARCHITECTURES[checkpoint.model_type]
+    tied = _is_tied(checkpoint, tensors, family)
     if tied:
         tensors.pop(HEAD, None)
     tensors = with_scales(tensors, getattr(checkpoint.whole, "quantization_config", None))
-    family = ARCHITECTURES[checkpoint.model_type]
     predictors = {name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")}
     if len(predictors) > 1:
         raise UnsupportedModelError(
@@ -169,6 +181,7 @@ def load_model(
         raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
     kept = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
+    exact = frozenset(f"{name}.choice_bias" for name, module in model.named_modules() if isinstance(module, Router))
     quantized = {f"{name}.weight" for name, module in _linears(model)} & shapes.keys() if quantize else set()
     loader = Loader(
         checkpoint.path,
@@ -178,6 +191,7 @@ def load_model(
         device,
         frozenset(quantized),
         frozenset(kept),
+        exact,
     )
     compile_operations(dtype, device, quantize, show)
     total = sum(stored.num_bytes for stored in tensors.values())
@@ -192,12 +206,14 @@ def load_model(
     return model.eval()
 
 
-def _is_tied(checkpoint: CheckpointFolder, tensors: Mapping[str, Stored]) -> bool:
+def _is_tied(checkpoint: CheckpointFolder, tensors: Mapping[str, Stored], family: type[CausalLM]) -> bool:
     """Tell whether the head is the embedding: as the configuration says, unless both are stored and differ. Then the
     head is what is stored, as in transformers."""
     if not checkpoint.config.tie_word_embeddings:
         return False
-    if not (HEAD in tensors and EMBEDDING in tensors) or tensors[HEAD].has_values_of(tensors[EMBEDDING]):
+    names = (layout[0].name for layout in family.layouts(EMBEDDING, checkpoint.config))
+    embedding = next((tensors[name] for name in names if name in tensors), None)
+    if HEAD not in tensors or embedding is None or tensors[HEAD].has_values_of(embedding):
         return True
     log.warning(
         "%s: tie_word_embeddings is true, but a head is stored that differs from the embedding: it is used, as by "
@@ -253,7 +269,7 @@ def _products(model: CausalLM) -> Iterator[str]:
         if isinstance(module, Linear):
             yield f"{name}.weight"
         elif isinstance(module, Experts):
-            yield from (f"{name}.gate_up_proj", f"{name}.down_proj")
+            yield from (f"{name}.{own}" for own, _ in module.named_parameters())
 
 
 def _locate(name: str | Path) -> Path:

@@ -4,7 +4,7 @@ Routing is in fp32, its product included. In deterministic mode a token's result
 its experts: `hybrid.kernels.ops.linear` describes how.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,66 @@ class Router(Linear):
         return self.exact
 
 
+class SigmoidRouter(Router):
+    """Chooses experts by the logistic function of their logits, each by itself, plus a bias that only the choice sees.
+
+    Args:
+        size, num_experts, top_k: as of `Router`.
+        normalise: whether a token's weights are divided by their sum.
+        factor: of the weights.
+        has_bias: there is a bias of the choice.
+        least: is added to the sum of the weights.
+        groups, top_groups: experts are in groups of equal sizes, of which those with the highest sum of two experts
+            are chosen from.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_experts: int,
+        top_k: int,
+        normalise: bool,
+        factor: float,
+        has_bias: bool,
+        least: float,
+        groups: int = 1,
+        top_groups: int = 1,
+    ) -> None:
+        super().__init__(size, num_experts, top_k, normalise)
+        self.factor: float = factor
+        self.least: float = least
+        self.groups: tuple[int, int] = (groups, top_groups)
+        self.choice_bias: nn.Parameter | None = (
+            nn.Parameter(torch.empty(num_experts), requires_grad=False) if has_bias else None
+        )
+
+    def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
+        logits = linear(x.float(), self._matrix(), batch.decode_start)
+        scores = kernels.sigmoid_and_mul(torch.ones_like(logits), logits)
+        ranks = scores if self.choice_bias is None else scores + self.choice_bias
+        groups, top_groups = self.groups
+        if groups > top_groups:
+            best = ranks.unflatten(-1, (groups, -1)).topk(2, dim=-1).values
+            left_out = (best[..., 0] + best[..., 1]).topk(groups - top_groups, dim=-1, largest=False).indices
+            kept = torch.zeros(len(ranks), groups, device=x.device).scatter(1, left_out, float("-inf"))
+            ranks = (ranks.unflatten(-1, (groups, -1)) + kept.unsqueeze(-1)).flatten(1)
+        experts = ranks.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.normalise:  # added up one after another: the sum of a row does not depend on how many rows there are
+            total = weights[:, :1]
+            for rank in range(1, self.top_k):
+                total = total + weights[:, rank : rank + 1]
+            weights = weights / (total + self.least)
+        return weights * self.factor, experts
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of what is above 0."""
+    above = x.clamp(min=0)
+    return above * above
+
+
 class Experts(nn.Module):
     """All routed experts. Gate and up projection of an expert are stored as one matrix."""
 
@@ -64,12 +124,40 @@ class Experts(nn.Module):
         top_k, decode_start = experts.shape[1], 0
         if batch.prefills is not None and kernels.uses_triton(x.device):  # the twin would read each weight twice
             decode_start = batch.prefills.rows.stop
-        order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
+        order, places, ends = kernels.sort_by_expert(experts, self.down_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt)
-        y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
+        y = self.activated(kernels.expert_linear(x, self.inputs, order, ends, top_k, num_prompt))
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt)
         return kernels.combine_experts(y, places, weights)
+
+    @property
+    def inputs(self) -> Tensor:
+        """The matrices that rows are multiplied by first, `[experts, out, size]`."""
+        return self.gate_up_proj
+
+    def activated(self, y: Tensor) -> Tensor:
+        """What the second product takes, from what the first one gives."""
+        return kernels.silu_and_mul(*y.chunk(2, dim=-1))
+
+
+class UngatedExperts(Experts):
+    """Routed experts without gates."""
+
+    def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
+        super().__init__(size, intermediate_size, num_experts)
+        del self.gate_up_proj
+        self.up_proj: nn.Parameter = nn.Parameter(
+            torch.empty(num_experts, intermediate_size, size), requires_grad=False
+        )
+
+    @property
+    def inputs(self) -> Tensor:
+        """The matrices that rows are multiplied by first, `[experts, intermediate_size, size]`."""
+        return self.up_proj
+
+    def activated(self, y: Tensor) -> Tensor:
+        """What the second product takes, from what the first one gives."""
+        return squared_relu(y)
 
 
 class SparseMoE(nn.Module):
@@ -90,17 +178,25 @@ class SparseMoE(nn.Module):
         return kernels.add_shared(routed, shared, gate)
 
 
-def expert_layouts(parameter: str, config: Any) -> Layouts | None:
-    """The layouts of experts: fused, like the parameter, or one by one; None: the parameter is not one of experts."""
-    size, experts = config.moe_intermediate_size, range(config.num_experts)
+NAMES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The matrices of experts, and those of one expert on disk that make them up, one below the other."""
+
+
+def expert_layouts(
+    parameter: str, num_experts: int, intermediate_size: int, names: Mapping[str, tuple[str, ...]] = NAMES
+) -> Layouts | None:
+    """The layouts of experts: together, like the parameter, or one by one; None: the parameter is not one of experts.
+
+    Args:
+        names: as `NAMES`.
+    """
     prefix, _, kind = parameter.rpartition(".experts.")
-    parts: dict[str, Callable[[int], tuple[Source, ...]]] = {
-        "gate_up_proj": lambda expert: (
-            Source(f"{prefix}.experts.{expert}.gate_proj.weight", at=(expert, slice(0, size))),
-            Source(f"{prefix}.experts.{expert}.up_proj.weight", at=(expert, slice(size, 2 * size))),
-        ),
-        "down_proj": lambda expert: (Source(f"{prefix}.experts.{expert}.down_proj.weight", at=(expert,)),),
-    }
-    if not prefix or kind not in parts:
+    if not prefix or kind not in names:
         return None
-    return (Source(parameter),), tuple(source for expert in experts for source in parts[kind](expert))
+    parts, sources = names[kind], []
+    for expert in range(num_experts):
+        for at, name in enumerate(parts):
+            place = (expert, slice(at * intermediate_size, (at + 1) * intermediate_size))
+            source = Source(f"{prefix}.experts.{expert}.{name}.weight", at=place if len(parts) > 1 else (expert,))
+            sources.append(source)
+    return (Source(parameter),), tuple(sources)

@@ -220,4 +220,6 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 (the checkpoint's
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
         """The tensors on disk that make up a parameter."""
-        return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)
+        return expert_layouts(
+            parameter, config.num_experts, config.moe_intermediate_size
+        ) or Qwen3_5ForCausalLM.layouts(parameter, config)

@@ -38,7 +38,9 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
         """The tensors on disk that make up a parameter."""
         name = next((name for name in PARTS if parameter.endswith(f".linear_attn.{name}.weight")), None)
         if name is None:
-            return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)
+            return expert_layouts(
+                parameter, config.num_experts, config.moe_intermediate_size
+            ) or Qwen3_5ForCausalLM.layouts(parameter, config)
         stored, parts = PARTS[name]
         rows = torch.cat([_rows(config, stored)[part] for part in parts])
         return ((Source(parameter.replace(f".{name}.", f".{stored}."), rows=rows),),)

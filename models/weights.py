@@ -66,6 +66,17 @@ Layouts = Sequence[Sequence[Source]]
 """The ways to store a parameter, each a list of sources."""
 
 
+def renamed(parameter: str, names: Mapping[str, str]) -> Layouts:
+    """The layout of a parameter that is stored whole, under another name.
+
+    Args:
+        names: parts of names, and what they are on disk.
+    """
+    for part, stored in names.items():
+        parameter = parameter.replace(part, stored)
+    return ((Source(parameter),),)
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file.
@@ -399,6 +410,7 @@ class Loader:
         dtype, device: of the parameters, where nothing else is said.
         quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
         kept: names of parameters that stay bfloat16 where all tensors that make them up are: no bit of them is lost.
+        exact: names of parameters that are fp32 in a model of any type.
 
     Attributes:
         parameters: by name.
@@ -412,6 +424,7 @@ class Loader:
     device: torch.device
     quantized: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    exact: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
     _memory: WeightMemory = field(init=False)
@@ -461,6 +474,8 @@ class Loader:
 
     def _type(self, name: str, on_disk: set[torch.dtype]) -> torch.dtype:
         """The type of a parameter, before it is quantized. `on_disk`: those of the tensors that make it up."""
+        if name in self.exact:
+            return torch.float32
         return torch.bfloat16 if name in self.kept and on_disk == {torch.bfloat16} else self.dtype
 
     def _memory_for(self, types: Mapping[str, torch.dtype]) -> WeightMemory:

@@ -91,6 +91,70 @@ WINDOWS: dict[str, Any] = {
 }
 
 
+SHORT_CONVOLUTION: dict[str, Any] = {
+    **BASE,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_hidden_layers": 3,
+}
+
+GRANITE: dict[str, Any] = {
+    **BASE,
+    "embedding_multiplier": 1.3,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.9,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 13,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 40,
+}
+
+FALCON: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 13,
+    "mamba_norm_before_gate": False,
+    "head_dim": 12,
+    "embedding_multiplier": 1.3,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 1.4],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+}
+
+NEMOTRON: dict[str, Any] = {
+    **BASE,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "head_dim": 20,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 13,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.6,
+}
+
+FULL: dict[str, Any] = {**BASE, "num_hidden_layers": 2, "head_dim": 20}
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of checkpoint.
@@ -128,6 +192,26 @@ FAMILIES: dict[str, Family] = {
     "bamba, odd sizes": Family(
         "BambaConfig", "BambaForCausalLM", {**STATE_SPACE, **ODD_STATE_SPACE, "tie_word_embeddings": False}
     ),
+    "falcon_h1": Family("FalconH1Config", "FalconH1ForCausalLM", {**FALCON, "tie_word_embeddings": False}),
+    "falcon_h1, odd sizes, tied, norm": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **FALCON,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 26,
+            "mamba_d_ssm": 66,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 11,
+            "mamba_rms_norm": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3_text": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {**WINDOWS, "tie_word_embeddings": False}),
     "gemma3_text, odd sizes, tied, scaled": Family(
         "Gemma3TextConfig",
@@ -147,6 +231,111 @@ FAMILIES: dict[str, Family] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**GRANITE, "tie_word_embeddings": True}
+    ),
+    "granitemoehybrid, odd sizes, dense": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **GRANITE,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 11,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 99,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granitemoehybrid, attention alone, fused": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **GRANITE,
+            "layer_types": ["full_attention"] * 2,
+            "num_hidden_layers": 2,
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        fused=True,
+    ),
+    "lfm2": Family(
+        "Lfm2Config", "Lfm2ForCausalLM", {**SHORT_CONVOLUTION, "block_multiple_of": 48, "tie_word_embeddings": True}
+    ),
+    "lfm2, odd sizes, untied": Family(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            **SHORT_CONVOLUTION,
+            "vocab_size": 777,
+            "hidden_size": 150,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {
+            **SHORT_CONVOLUTION,
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.6,
+        },
+    ),
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", {**FULL, "tie_word_embeddings": False}),
+    "nemotron_h": Family("NemotronHConfig", "NemotronHForCausalLM", {**NEMOTRON, "tie_word_embeddings": False}),
+    "nemotron_h, odd sizes, latent, fused": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **NEMOTRON,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mamba_head_dim": 11,
+            "n_groups": 3,
+            "ssm_state_size": 11,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_latent_size": 45,
+            "moe_intermediate_size": 27,
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+        fused=True,
+    ),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {**FULL, "tie_word_embeddings": False}),
+    "qwen3, odd sizes, tied": Family(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {
+            **FULL,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 26,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, "tie_word_embeddings": True}),
@@ -207,8 +396,11 @@ def random_model(family: Family, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("gate.weight"):
+            elif name.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     use_torch_functions(model)
     return model
 

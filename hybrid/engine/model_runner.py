@@ -175,8 +175,8 @@ class ModelRunner:
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""
         tensors = self._cache.state_tensors.values()
-        if not tensors:
-            return torch.ones(len(slots), dtype=torch.bool)
+        if not tensors:  # full attention in every layer
+            return torch.ones(len(slots), dtype=torch.bool, device=self._device)
         with torch_on_one_thread():
             sums = [torch.stack([tensor[slot].sum(dtype=torch.float32) for tensor in tensors]) for slot in slots]
             return torch.stack(sums).isfinite().all(-1)

@@ -32,6 +32,21 @@ def causal_conv1d(
     Returns:
         `[T, channels]`.
     """
+    slots = (state, cu_seqlens, state_read, state_write, captures)
+    return silu(causal_sums(x, weight, *slots, bias)).to(x.dtype)
+
+
+def causal_sums(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d` before the silu, in fp32."""
     past = weight.shape[1] - 1
     starts = cu_seqlens.tolist()
     pieces: list[Tensor] = []
@@ -50,12 +65,12 @@ def causal_conv1d(
     extended, weight = extended.float(), weight.float()
     mixed = extended[:length] * weight[:, 0]
     for tap in range(1, past + 1):
-        mixed.addcmul_(extended[tap : tap + length], weight[:, tap])
+        mixed.add_(extended[tap : tap + length] * weight[:, tap])
     if len(starts) > 2:
         mixed = torch.cat(
             [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
         )
-    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
+    return mixed if bias is None else mixed + bias.float()
 
 
 def causal_conv1d_update(
@@ -66,6 +81,13 @@ def causal_conv1d_update(
     Args:
         x: `[R, channels]`.
     """
+    return silu(causal_sums_update(x, weight, state, state_read, state_write, bias)).to(x.dtype)
+
+
+def causal_sums_update(
+    x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`causal_conv1d_update` before the silu, in fp32."""
     reads, writes = state_read.tolist(), state_write.tolist()
     if min(reads + writes, default=0) >= 0:
         window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
@@ -75,8 +97,8 @@ def causal_conv1d_update(
     window, weight = window.float(), weight.float()
     mixed = window[:, 0] * weight[:, 0]
     for tap in range(1, window.shape[1]):
-        mixed.addcmul_(window[:, tap], weight[:, tap])
-    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
+        mixed.add_(window[:, tap] * weight[:, tap])
+    return mixed if bias is None else mixed + bias.float()
 
 
 def _windows_of_runs(x: Tensor, past: int, state: Tensor, reads: list[int], writes: list[int]) -> Tensor:

@@ -261,7 +261,18 @@ def test_the_memory_of_adapters_is_counted_and_limited(loaded: Engine, folders: 
     assert list(engine.adapters) == ["one"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+TARGETS = {
+    "bamba": ["in_proj", "out_proj", "v_proj"],
+    "falcon_h1": ["in_proj", "k_proj", "gate_proj", "down_proj"],
+    "granitemoehybrid": ["in_proj", "o_proj", "input_linear", "output_linear"],
+    "lfm2": ["in_proj", "out_proj", "q_proj", "w1", "w2"],
+    "nemotron_h": ["in_proj", "o_proj", "up_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"],
+}
+"""Matrix products that adapters of families change, some of them of another name or order than ours."""
+
+
+@pytest.mark.parametrize("family", TARGETS)
 def test_other_families_name_and_order_their_weights_otherwise(family: str, tmp_path: Path) -> None:
     if not is_comparable(family):
         pytest.skip("transformers before 5.23 normalises the groups of a Bamba all together")
@@ -275,12 +286,7 @@ def test_other_families_name_and_order_their_weights_otherwise(family: str, tmp_
         use_torch_functions(model)
         return model
 
-    targets = (
-        ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"]
-        if family == "qwen3_next"
-        else ["in_proj", "out_proj", "v_proj"]
-    )
-    folder = make_adapter(fresh(), tmp_path / "adapter", 3, targets)
+    folder = make_adapter(fresh(), tmp_path / "adapter", 3, TARGETS[family])
     cache = CacheConfig(page_size=GRID, chunk_size=GRID, memory="32MiB")
     engine = Engine.from_pretrained(base, device="cpu", dtype="float32", cache=cache)
     engine.adapters.load("mine", folder)

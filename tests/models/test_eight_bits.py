@@ -1,6 +1,7 @@
 """Checkpoints of 8-bit floats, of every family: weights are restored from their values and the factors of blocks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.models.loading import load_model, open_checkpoint
 from support.checkpoints import INDEX, edit_config
 from support.tensors import CPU
+
+PRODUCT = re.compile(r"proj|\.w[123]\.|_linear\.")
+"""Parts of names of matrix products."""
 
 BLOCK = 16
 SCALE = "_scale_inv"
@@ -51,7 +55,7 @@ def write_both(source: Path, short: Path, whole: Path) -> int:
     for file in files:
         stored = load_file(file)
         restored = dict(stored)
-        for name in [name for name, tensor in stored.items() if "proj" in name and tensor.dim() >= 2]:
+        for name in [name for name, tensor in stored.items() if PRODUCT.search(name) and tensor.dim() >= 2]:
             stored[name], scales[name + SCALE], restored[name] = quantized(stored[name].float())
         save_file(stored | (scales if len(files) == 1 else {}), short / file.name, {"format": "pt"})
         save_file(restored, whole / file.name, {"format": "pt"})

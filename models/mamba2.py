@@ -1,0 +1,197 @@
+"""Mamba-2 as the model families share it: a causal convolution and the state space rule, each with its state in a state
+slot.
+
+It is compiled on a CPU (`hybrid.kernels.cpu.state_space`), and runs in plain torch elsewhere
+(`hybrid.kernels.reference.state_space`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference import state_space
+from hybrid.models.layers import DepthwiseWeight, Linear, decode_linear
+from hybrid.spec import StateTensor
+
+
+@dataclass(frozen=True)
+class Mamba2Sizes:
+    """The sizes of the linear layers of a model.
+
+    Attributes:
+        size: of a row of the model.
+        heads, head_dim: of the values; groups, state_size: of what heads share.
+        width: of the convolution, in tokens.
+        conv_bias, in_bias, out_bias: whether the convolution and the projections have biases.
+        limits: of the time steps.
+        eps: of the norm.
+        has_norm: the output is normalised, and not only gated.
+        scales: factors of the parts of the input projection: gate, values, B, C and time steps; None: all are 1.
+    """
+
+    size: int
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    width: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    limits: tuple[float, float]
+    eps: float
+    has_norm: bool = True
+    scales: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, config: Any, **others: Any) -> "Mamba2Sizes":
+        """The sizes of a configuration with the names of Bamba's.
+
+        Args:
+            others: attributes that are other than those.
+        """
+        found = {
+            "size": config.hidden_size,
+            "heads": config.mamba_n_heads,
+            "head_dim": config.mamba_d_head,
+            "groups": config.mamba_n_groups,
+            "state_size": config.mamba_d_state,
+            "width": config.mamba_d_conv,
+            "conv_bias": config.mamba_conv_bias,
+            "in_bias": config.mamba_proj_bias,
+            "out_bias": config.mamba_proj_bias,
+            "limits": config.time_step_limit or (0.0, float("inf")),
+            "eps": config.rms_norm_eps,
+        }
+        return cls(**{**found, **others})
+
+    @property
+    def inner(self) -> int:
+        """Size of the values of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Size of the B, and of the C, of a token."""
+        return self.groups * self.state_size
+
+    def states(self, layers: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The tensors per sequence of some layers; none where there are no layers."""
+        if not layers:
+            return ()
+        return (
+            StateTensor("recurrent", (layers, self.heads, self.state_size, self.head_dim), torch.float32),
+            StateTensor("conv", (layers, self.width - 1, self.inner + 2 * self.shared), dtype),
+        )
+
+
+def _computes(x: Tensor) -> Any:
+    """The module whose functions compute what follows from a tensor."""
+    return kernels.compiled_for("state_space", x) or state_space
+
+
+class GroupedGatedNorm(nn.Module):
+    """Root-mean-square norm per group of `x * silu(gate)`."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.groups: int = groups
+        self.eps: float = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Norm of `x` `[T, size]`, fp32, times silu of `gate` `[T, size]`; returns the dtype of `gate`."""
+        y: Tensor = _computes(x).grouped_gated_norm(x, gate, self.weight, self.groups, self.eps)
+        return y
+
+
+class Mamba2(nn.Module):
+    """A linear layer: causal convolution and state space rule, each with its state in a state slot.
+
+    Args:
+        sizes: of the layer.
+        layer: its row in the states.
+    """
+
+    def __init__(self, sizes: Mamba2Sizes, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.sizes: Mamba2Sizes = sizes
+        inner, shared, heads = sizes.inner, sizes.shared, sizes.heads
+        self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, heads)
+        self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
+        self.in_proj: Linear = Linear(sizes.size, sum(self.widths), sizes.in_bias)
+        self.conv1d: DepthwiseWeight = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
+        self.A_log: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.D = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
+        if sizes.has_norm:
+            self.norm: GroupedGatedNorm = GroupedGatedNorm(inner, sizes.groups, sizes.eps)
+        self.out_proj: Linear = Linear(inner, sizes.size, sizes.out_bias)
+        self.rate: Tensor | None = None
+        self.factors: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        projected = self.in_proj(x, batch)
+        if self.sizes.scales is not None:
+            projected = projected * self._factors(projected)
+        gate, mixed, dt = projected.split(self.widths, dim=-1)
+        computes = _computes(x)
+        dt = computes.time_steps(dt, self.dt_bias, self.sizes.limits)
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            values, b, c = self._split(computes.causal_conv1d(mixed[prompts.rows], weight, conv, *slots, bias))
+            rule = computes.chunk_state_space(
+                values, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size
+            )
+            parts.append(computes.add_skip(rule, values, self.D))
+        if (decodes := batch.decodes) is not None:
+            inputs = (mixed[decodes.rows], dt[decodes.rows])
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
+        flat = total.flatten(1)
+        y = self.norm(flat, gate) if self.sizes.has_norm else kernels.silu_and_mul(gate, flat.to(gate.dtype))
+        return self.out_proj(y, batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
+        mixed, dt = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        computes = _computes(mixed)
+        weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
+        y, b, c = self._split(computes.causal_conv1d_update(mixed, weight, conv, *slots, bias))
+        rule = computes.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots)
+        result: Tensor = computes.add_skip(rule, y, self.D)
+        return result
+
+    def _rate(self) -> Tensor:
+        """`-exp(A_log)` in fp32, computed once."""
+        if self.rate is None:
+            self.rate = -self.A_log.float().exp()
+        return self.rate
+
+    def _factors(self, like: Tensor) -> Tensor:
+        """The factors of the input projection, in the type of what it gives, computed once."""
+        if self.factors is None:
+            assert self.sizes.scales is not None
+            widths = (self.sizes.inner, *self.inner_widths, self.sizes.heads)
+            each = [like.new_full((width,), scale) for width, scale in zip(widths, self.sizes.scales, strict=True)]
+            self.factors = torch.cat(each)
+        return self.factors
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, b, c = mixed.split(self.inner_widths, dim=-1)
+        shared = (self.sizes.groups, self.sizes.state_size)
+        return (
+            y.unflatten(-1, (self.sizes.heads, self.sizes.head_dim)),
+            b.unflatten(-1, shared),
+            c.unflatten(-1, shared),
+        )
