@@ -96,7 +96,7 @@ def test_a_window_longer_than_the_trial_is_the_models_own(open_engine: Any) -> N
 
 def test_it_survives_a_memory_that_is_too_small(open_engine: Any) -> None:
     """Requests are retracted and computed again, from checkpoints in stored bytes."""
-    model, engine = open_engine("lfm2", CacheConfig(memory="24KiB", chunk_size=16, page_size=16, kv_dtype="int8"))
+    model, engine = open_engine("zamba2", CacheConfig(memory="192KiB", chunk_size=16, page_size=16, kv_dtype="int8"))
     greedy = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=2)
     outputs = list(engine.generate(prompts(*range(40, 120, 10)), greedy))
     assert max(largest_difference(model, output) for output in outputs) < 0.1  # of keys and values in a byte
@@ -105,7 +105,7 @@ def test_it_survives_a_memory_that_is_too_small(open_engine: Any) -> None:
 
 
 def test_bfloat16_is_near_float32(open_engine: Any) -> None:
-    model, engine = open_engine("granitemoehybrid", dtype="bfloat16")
+    model, engine = open_engine("zamba2", dtype="bfloat16")
     (output,) = engine.generate(prompts(60), SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=2))
     assert largest_difference(model.to(torch.bfloat16), output) < 0.1
 
