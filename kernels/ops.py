@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid.kernels.packed_weights import SLICE, is_packed_weight, unpack
+
 log: logging.Logger = logging.getLogger(__name__)
 
 INSTALL_GPU = 'pip install "hybrid-prefix-cache[gpu]"'
@@ -362,11 +364,15 @@ def linear(x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Te
         weight: `[out, in]`.
         decode_start: the number of rows of prompts, where rows must not depend on the batch: those from it on are one
             token each. None: on a GPU the fastest product is taken. On a CPU rows never depend on others.
-        scale: `[out]` fp32 of the rows of a weight that is int8.
+        scale: `[out]` fp32 of the rows of a weight that is int8; of one of four bits scales and minimums
+            (`hybrid.kernels.packed_weights`).
 
     Returns:
         `[rows, out]` in the type of `x`.
     """
+    if is_packed_weight(weight):
+        assert scale is not None
+        return _linear_of_packed(x, weight, decode_start, scale)
     compiled: Any = compiled_for("matmul", x)
     if compiled is not None:
         y: Tensor = compiled.multiply(x, weight, scale)
@@ -375,3 +381,13 @@ def linear(x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Te
         return batch_invariant_linear(x, weight, decode_start)
     y = torch.nn.functional.linear(x, weight.to(x.dtype))
     return y if scale is None else (y.float() * scale).to(x.dtype)
+
+
+def _linear_of_packed(x: Tensor, weight: Tensor, decode_start: int | None, scales: Tensor) -> Tensor:
+    """`linear` with a weight of four bits, some rows of it unpacked at a time."""
+    step = max(1, SLICE // x.shape[1])
+    parts = []
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        parts.append(linear(x, unpack(weight[rows], scales[rows], x.shape[1]).to(x.dtype), decode_start))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

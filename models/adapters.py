@@ -138,10 +138,10 @@ def _low_rank(
     rank = a.shape[0]
     if not rank:
         raise CheckpointError(f"{path}: {on_disk} has matrices of rank 0, which change nothing; leave them out")
-    if a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
+    if a.shape != (rank, module.shape[1]) or b.shape != (module.shape[0], rank):
         raise CheckpointError(
             f"{path}: {on_disk} has lora_A {list(known[0].shape)} and lora_B {list(known[1].shape)}, which do not fit "
-            f"a weight of {list(weight.shape)}"
+            f"a weight of {list(module.shape)}"
         )
     scale = scales.of(on_disk, rank)
     own = weight.device, model.dtype

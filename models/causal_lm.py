@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
+from hybrid.kernels.packed_weights import is_packed_weight
 from hybrid.models.attention import PlainAttention
 from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, scaled
 from hybrid.models.moe import Experts
@@ -173,11 +174,12 @@ class CausalLM(nn.Module, ABC):
     def decode_can_be_recorded(self) -> bool:
         """Tell whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU
         its products are compiled (experts read on the host which tokens are theirs, and attention without norms where
-        keys are stored)."""
+        keys are stored; weights of four bits are unpacked by torch)."""
         if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
             return not self.waits_for_device
         reads = any(isinstance(module, Experts | PlainAttention) for module in self.modules())
-        return is_compiled(self.lm_head.weight.device) and not reads
+        packed = any(isinstance(module, Linear) and is_packed_weight(module.weight) for module in self.modules())
+        return is_compiled(self.lm_head.weight.device) and not reads and not packed
 
     @staticmethod
     @abstractmethod

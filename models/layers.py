@@ -36,11 +36,14 @@ class Linear(nn.Module):
         inputs, outputs: sizes of a row before and after.
 
     Attributes:
-        scale: `[outputs]` fp32, what the rows of an int8 weight are multiplied by; None: the weight is not quantized.
+        shape: of the weight, `(outputs, inputs)`, however it is stored.
+        scale: `[outputs]` fp32, what the rows of an int8 weight are multiplied by; of a weight of four bits its scales
+            and minimums (`hybrid.kernels.packed_weights`); None: the weight is not quantized.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
+        self.shape: tuple[int, int] = (outputs, inputs)
         self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.scale: Tensor | None = None

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels.ops import compiled_module, is_compiled, uses_triton
+from hybrid.kernels.packed_weights import GROUPS
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.falcon_h1 import FalconH1ForCausalLM
@@ -67,6 +69,29 @@ EMBEDDING = "model.embed_tokens.weight"
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json"]
 """The files of a repository that are downloaded."""
+
+
+MIN_OUTPUTS = 64
+"""Outputs of a product from which on it is stored in four bits."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The form in which weights are kept that are quantized while they are loaded.
+
+    Attributes:
+        group: numbers of a row that share a scale and a minimum, in four bits; None: int8, a scale for each row.
+    """
+
+    group: int | None = None
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    "int8": Quantization(),
+    "int4": Quantization(group=64),
+    **{f"int4:{group}": Quantization(group) for group in GROUPS},
+}
+"""The values of `load_dtype`."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,7 @@ def load_model(
     chunk_size: int,
     *,
     mtp: bool = False,
-    quantize: bool = False,
+    quantize: Quantization | None = None,
     progress: bool | None = None,
 ) -> CausalLM | TransformersModel:
     """Build the model and load its weights, slice by slice from the mapped files: no second copy is made in memory.
@@ -141,7 +166,9 @@ def load_model(
         dtype, device: of activations and parameters, these matrices aside; `running_dtype` of it is taken.
         chunk_size: chunk of the linear layers, in tokens.
         mtp: also load the predictor, where the checkpoint has one, as `model.mtp`: it drafts tokens.
-        quantize: store the weights of matrix products, experts and their routers aside, as int8 (`can_quantize`).
+        quantize: store the weights of matrix products, experts and their routers aside, in fewer bits
+            (`can_quantize`). In four bits the head stays as it is, and so do products with few outputs, of which gates
+            and decays are made.
         progress: show a progress bar; None: only on a terminal.
 
     Raises:
@@ -151,7 +178,7 @@ def load_model(
     dtype = running_dtype(dtype, device)
     show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
     if checkpoint.model_type not in ARCHITECTURES:
-        if quantize:
+        if quantize is not None:
             raise UnsupportedModelError(
                 f"{checkpoint.path} is a {checkpoint.model_type!r} model, which transformers' layers compute: its "
                 "weights cannot be quantized while they are loaded; leave load_dtype out"
@@ -182,7 +209,7 @@ def load_model(
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
     kept = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
     exact = frozenset(f"{name}.choice_bias" for name, module in model.named_modules() if isinstance(module, Router))
-    quantized = {f"{name}.weight" for name, module in _linears(model)} & shapes.keys() if quantize else set()
+    quantized = set() if quantize is None else {*_quantized(model, quantize)} & shapes.keys()
     loader = Loader(
         checkpoint.path,
         shapes,
@@ -192,15 +219,19 @@ def load_model(
         frozenset(quantized),
         frozenset(kept),
         exact,
+        None if quantize is None else quantize.group,
     )
-    compile_operations(dtype, device, quantize, show)
+    compile_operations(dtype, device, quantize is not None and quantize.group is None, show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
-        model.load_state_dict(loader.load(tensors, bar.update), strict=False, assign=True)  # without a tied head
+        parameters = loader.load(tensors, bar.update)
+    for name, module in _linears(model):
+        if f"{name}.weight" in loader.scales:  # whose shape may be another one
+            module.scale = loader.scales[f"{name}.weight"]
+            module.weight = nn.Parameter(parameters.pop(f"{name}.weight"), requires_grad=False)
+    model.load_state_dict(parameters, strict=False, assign=True)  # without a tied head
     if tied:
         model.tie_head()
-    for name, module in _linears(model):
-        module.scale = loader.scales.get(f"{name}.weight")
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
@@ -252,8 +283,16 @@ def running_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def can_quantize(device: torch.device) -> bool:
-    """Tell whether weights can be int8 on a device: their products are compiled."""
+    """Tell whether weights can be quantized on a device: their products are compiled."""
     return is_compiled(device)
+
+
+def _quantized(model: CausalLM, quantize: Quantization) -> Iterator[str]:
+    """Names of the weights that are quantized."""
+    for name, module in _linears(model):
+        kept = quantize.group is not None and (module is model.lm_head or module.shape[0] < MIN_OUTPUTS)
+        if not kept:
+            yield f"{name}.weight"
 
 
 def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:

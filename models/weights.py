@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
+from hybrid.kernels.packed_weights import num_bytes, quantize
 from hybrid.models.json_files import MAX_INDEX_BYTES, read_json
 from hybrid.tensor_file import FileBytes, HeldBytes, UnknownTypeError, read_header
 
@@ -408,13 +409,15 @@ class Loader:
         shapes: of the parameters, by name.
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters, where nothing else is said.
-        quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
+        quantized: names of parameters `[out, in]` that are quantized, each as soon as it is complete.
+        group: numbers of a row that share a scale and a minimum, in four bits; None: parameters are int8.
         kept: names of parameters that stay bfloat16 where all tensors that make them up are: no bit of them is lost.
         exact: names of parameters that are fp32 in a model of any type.
 
     Attributes:
         parameters: by name.
-        scales: `[out]` fp32 by the name of a quantized parameter: the value of 1 in each of its rows.
+        scales: `[out]` fp32 by the name of an int8 parameter: the value of 1 in each of its rows; of one of four bits
+            its scales and minimums.
     """
 
     path: Path
@@ -425,6 +428,7 @@ class Loader:
     quantized: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     exact: frozenset[str] = frozenset()
+    group: int | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
     _memory: WeightMemory = field(init=False)
@@ -468,7 +472,9 @@ class Loader:
                 self._fill(self._parameter(parameter, types[parameter]), source, stored, on_read)
                 missing_parts[parameter] -= 1
                 if parameter in self.quantized and not missing_parts[parameter]:
-                    weight, self.scales[parameter] = quantize_rows(self.parameters[parameter])
+                    whole = self.parameters[parameter]
+                    weight, scale = quantize_rows(whole) if self.group is None else quantize(whole, self.group)
+                    self.scales[parameter] = scale
                     self.parameters[parameter] = self._memory.empty(weight.shape, weight.dtype).copy_(weight)
         return self.parameters
 
@@ -480,9 +486,16 @@ class Loader:
 
     def _memory_for(self, types: Mapping[str, torch.dtype]) -> WeightMemory:
         """Memory for all parameters, as they are in the end."""
-        sizes = {name: 1 if name in self.quantized else dtype.itemsize for name, dtype in types.items()}
-        num_bytes = sum(aligned(prod(self.shapes[name]) * size) for name, size in sizes.items())
-        return WeightMemory(num_bytes, self.device)
+        size = 0
+        for name, dtype in types.items():
+            elements = prod(self.shapes[name])
+            if name not in self.quantized:
+                size += aligned(elements * dtype.itemsize)
+            elif self.group is None:
+                size += aligned(elements)
+            else:
+                size += aligned(num_bytes(*self.shapes[name], self.group))
+        return WeightMemory(size, self.device)
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
         parameter, source = uses[0]

@@ -28,7 +28,7 @@ from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
-from hybrid.models.loading import CheckpointFolder, can_quantize, load_model, open_checkpoint
+from hybrid.models.loading import QUANTIZATIONS, CheckpointFolder, can_quantize, load_model, open_checkpoint
 from hybrid.models.transformers_model import TransformersModel
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
@@ -100,7 +100,8 @@ def load(
         device: None: a GPU if there is one.
         dtype: None: `default_dtype`. On a CPU weights in float16 are widened to float32.
         chunk_size: of the linear layers.
-        load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
+        load_dtype: "int8": weights of matrix products are quantized, per row; "int4": in four bits, in groups of 64, or
+            of N with "int4:N" (32, 64, 128); None: they have the type of the model.
         mtp: also load the checkpoint's predictor, if it has one.
 
     Raises:
@@ -108,9 +109,10 @@ def load(
         ArgumentError: `device`, `dtype` or `load_dtype` is not supported here, or the packages that a GPU needs are not
             installed.
     """
-    if load_dtype not in (None, "int8"):
-        raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
-    place, asked, quantize = resolve_device(device), check_dtype(dtype), load_dtype == "int8"
+    if load_dtype is not None and load_dtype not in QUANTIZATIONS:
+        raise ArgumentError(f"load_dtype must be one of {', '.join(QUANTIZATIONS)}, or None; got {load_dtype!r:.50}")
+    place, asked = resolve_device(device), check_dtype(dtype)
+    quantize = None if load_dtype is None else QUANTIZATIONS[load_dtype]
     try:
         check_gpu_kernels(place)
     except RuntimeError as error:
@@ -119,9 +121,9 @@ def load(
     tokenizer = load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
     log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
-    if quantize and not can_quantize(place):
+    if quantize is not None and not can_quantize(place):
         raise ArgumentError(
-            f"load_dtype='int8' needs a CPU and its compiled operations; got {place} and "
+            f"load_dtype={load_dtype!r} needs a CPU and its compiled operations; got {place} and "
             f"HYBRID_KERNELS={setting()}: leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)

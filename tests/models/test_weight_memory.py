@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.models import weights
-from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.loading import Quantization, load_model, open_checkpoint
 from hybrid.models.weights import ALIGNMENT, huge_pages
 from support.checkpoints import random_model, text_config, write_checkpoint
 from support.tensors import CPU, same_bits
@@ -47,9 +47,9 @@ def test_a_system_that_does_not_say_what_it_has_is_not_asked(name: str, content:
     assert huge_pages(MANY * HUGE) is None
 
 
-@pytest.mark.parametrize(("kernels", "quantize"), [("auto", False), ("reference", False), ("auto", True)])
+@pytest.mark.parametrize(("kernels", "quantize"), [("auto", None), ("reference", None), ("auto", Quantization())])
 def test_all_parameters_are_in_one_memory_and_are_the_same(
-    kernels: str, quantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: str, quantize: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", kernels)
     path = write_checkpoint(tmp_path, random_model(text_config()))

@@ -1,0 +1,89 @@
+"""Weights of four bits: what they stand for, and models that are computed with them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.kernels import packed_weights
+from hybrid.kernels.ops import linear
+from hybrid.models.layers import Linear
+
+GREEDY = SamplingParams(max_new_tokens=4, logprobs=5, ignore_eos=True)
+SETTINGS = CacheConfig(memory="64MiB", deterministic=True)
+
+
+def weights(outputs: int, inputs: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(inputs)
+    spread = torch.rand(outputs, 1, generator=generator) * 10
+    return torch.randn(outputs, inputs, generator=generator) * spread
+
+
+@pytest.mark.parametrize("group", packed_weights.GROUPS)
+@pytest.mark.parametrize("inputs", [32, 75, 128, 300])
+def test_a_number_changes_by_little_more_than_half_the_step_of_its_group(group: int, inputs: int) -> None:
+    weight = weights(9, inputs)
+    weight[3] = 0
+    packed, scales = packed_weights.quantize(weight, group)
+    assert packed.nbytes + scales.nbytes == packed_weights.num_bytes(9, inputs, group)
+    found = packed_weights.unpack(packed, scales, inputs)
+    steps = scales[..., 0].float().flatten(1).repeat_interleave(group, 1)[:, :inputs]
+    assert ((found - weight).abs() <= (0.5 + 1 / 16) * steps + 1e-30).all()
+    assert not found[3].any()
+
+
+def test_a_group_that_is_not_finite_is_nan_and_no_other() -> None:
+    weight = weights(4, 256)
+    weight[2, 70] = float("inf")
+    found = packed_weights.unpack(*packed_weights.quantize(weight, 64), 256)
+    assert found.isnan().nonzero().tolist() == [[2, column] for column in range(64, 128)]
+
+
+def test_numbers_lie_in_blocks_of_128_in_16_bit_lanes() -> None:
+    q = torch.randint(0, 16, (3, 300), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    lanes = packed_weights.pack(q).view(torch.int16).int() & 0xFFFF
+    for column in (0, 31, 32, 127, 128, 299):
+        block, place = divmod(column, 128)
+        assert torch.equal(lanes[:, 32 * block + place % 32] >> 4 * (place // 32) & 15, q[:, column].int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_that_with_the_numbers_that_the_bits_stand_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.kernels.ops.SLICE", 7 * 150)  # several slices
+    x = torch.randn(5, 150, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed, scales = packed_weights.quantize(weights(40, 150), 64)
+    expected = linear(x, packed_weights.unpack(packed, scales, 150).to(dtype), 0)
+    assert torch.equal(linear(x, packed, 0, scales), expected)
+    assert torch.equal(linear(x[2:3], packed, 0, scales), expected[2:3])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("tiny", "float32"), ("tiny", "bfloat16"), ("lfm2, odd sizes, untied", "float32")]
+)
+def test_hits_are_bitwise_cold_runs(family: str, dtype: str, tmp_path: Path) -> None:
+    path = "tiny" if family == "tiny" else write_random_checkpoint(tmp_path / "checkpoint", family)
+    engine = Engine.from_pretrained(path, device="cpu", dtype=dtype, load_dtype="int4", cache=SETTINGS)
+    model = engine.loaded.model
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    packed = {name for name, module in linears.items() if module.weight.dtype == torch.uint8}
+    assert packed == {name for name, module in linears.items() if module is not model.lm_head and module.shape[0] >= 64}
+    prompt = list(range(5, 155))
+    cold, warm = (engine.generate([prompt], GREEDY, progress=False)[0] for _ in range(2))
+    assert warm.usage.cached_tokens >= 128
+    assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+
+
+def test_answers_are_those_of_the_weights_that_the_bits_stand_for(tmp_path: Path) -> None:
+    engine = Engine.from_pretrained("tiny", device="cpu", dtype="float32", load_dtype="int4:32", cache=SETTINGS)
+    exact = Engine.from_pretrained("tiny", device="cpu", dtype="float32", cache=SETTINGS)
+    for name, module in engine.loaded.model.named_modules():
+        if isinstance(module, Linear) and module.weight.dtype == torch.uint8:
+            assert module.scale is not None
+            whole = packed_weights.unpack(module.weight, module.scale, module.shape[1])
+            exact.loaded.model.get_submodule(name).weight = torch.nn.Parameter(whole, requires_grad=False)
+    outputs = [each.generate([list(range(5, 155))], GREEDY, progress=False)[0] for each in (engine, exact)]
+    assert outputs[0].logprobs == outputs[1].logprobs
