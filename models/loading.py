@@ -103,12 +103,20 @@ class CheckpointFolder:
         model_type: the `model_type` of config.json.
         config: the text configuration, a `PretrainedConfig` of transformers.
         whole: the whole configuration, of which the text configuration is a part in vision-language checkpoints.
+        unsupported: what of the configuration the family of this type does not compute; empty: nothing, or there is
+            no family of this type.
     """
 
     path: Path
     model_type: str
     config: Any
     whole: Any
+    unsupported: str = ""
+
+    @property
+    def family(self) -> type[Any] | None:
+        """The class that computes it; None: transformers' layers do."""
+        return None if self.unsupported else ARCHITECTURES.get(self.model_type)
 
 
 def open_checkpoint(name: str | Path) -> CheckpointFolder:
@@ -137,13 +145,10 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
         # the vision-language layout has it outside of the text configuration, inside, or both
         config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
         family = ARCHITECTURES.get(model_type)
-        if family is not None and (message := family.unsupported(config)) is not None:
-            raise UnsupportedModelError(f"{path}: {message}")
-    except UnsupportedModelError:
-        raise
+        message = family.unsupported(config) if family is not None else None
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
-    return CheckpointFolder(path, model_type, config, whole)
+    return CheckpointFolder(path, model_type, config, whole, message or "")
 
 
 def load_model(
@@ -177,20 +182,15 @@ def load_model(
     """
     dtype = running_dtype(dtype, device)
     show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
-    if checkpoint.model_type not in ARCHITECTURES:
-        if quantize is not None:
-            raise UnsupportedModelError(
-                f"{checkpoint.path} is a {checkpoint.model_type!r} model, which transformers' layers compute: its "
-                "weights cannot be quantized while they are loaded; leave load_dtype out"
-            )
-        return load_transformers_model(checkpoint.path, dtype, device, chunk_size, show)
+    family = checkpoint.family
+    if family is None:
+        return _load_by_transformers(checkpoint, dtype, device, chunk_size, quantize is not None, show)
     check_quantization(checkpoint.path, getattr(checkpoint.whole, "quantization_config", None))
     tensors = {}
     for stored in stored_tensors(checkpoint.path).values():
         name = stored.name.replace("model.language_model.", "model.", 1)
         if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)):
             tensors[name] = stored
-    family = ARCHITECTURES[checkpoint.model_type]
     tied = _is_tied(checkpoint, tensors, family)
     if tied:
         tensors.pop(HEAD, None)
@@ -235,6 +235,30 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def _load_by_transformers(
+    checkpoint: CheckpointFolder, dtype: torch.dtype, device: torch.device, chunk_size: int, quantize: bool, show: bool
+) -> TransformersModel:
+    """Load a checkpoint that no family of this package computes.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+        UnsupportedModelError: transformers' layers do not compute it either, or it is to be quantized.
+    """
+    if quantize:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} is a {checkpoint.model_type!r} model that transformers' layers compute: its weights "
+            "cannot be quantized while they are loaded; leave load_dtype out"
+        )
+    try:
+        return load_transformers_model(checkpoint.path, dtype, device, chunk_size, show)
+    except CheckpointError as error:
+        if not checkpoint.unsupported:
+            raise
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: {checkpoint.unsupported}; nor can transformers' own layers compute it here: {error}"
+        ) from error
 
 
 def _is_tied(checkpoint: CheckpointFolder, tensors: Mapping[str, Stored], family: type[CausalLM]) -> bool:

@@ -809,7 +809,9 @@ def load_transformers_model(
                 ignore_mismatched_sizes=True,  # they are named below
             )
         except KeyError as error:
-            raise UnsupportedModelError(f"{path}: attention of this model cannot be replaced: {error}") from error
+            if error.args != (ATTENTION,):
+                raise CheckpointError(f"{path} cannot be loaded by transformers: {error!r}") from error
+            raise UnsupportedModelError(f"{path}: attention of this model cannot be replaced") from error
         except Exception as error:  # transformers raises many kinds for files that do not fit
             raise CheckpointError(f"{path} cannot be loaded by transformers: {error}") from error
         finally:

@@ -132,7 +132,7 @@ def load(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.dtype, place),
+        image_encoder=vision_tower(checkpoint, loaded.dtype, place) if isinstance(loaded, CausalLM) else None,
         end_tokens=end_tokens,
         default_params=default_params,
         name=str(model),

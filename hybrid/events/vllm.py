@@ -143,7 +143,7 @@ class Reader:
 
     def _states(self, event: dict[str, Any], tier: str) -> list[Change]:
         if event.get("token_ids"):
-            self._pages({**event, "group_idx": PAGES_GROUP}, tier)  # names them; that pages are there is told apart
+            self._pages({**event, "group_idx": PAGES_GROUP}, tier)  # names them; of pages there is an event besides
         found = [self._known[block] for block in event["block_hashes"] if block in self._known]
         self.num_unknown += len(event["block_hashes"]) - len(found)
         return [Change(True, CHECKPOINT, name, num_tokens, tier) for name, num_tokens in found]

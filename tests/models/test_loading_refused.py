@@ -74,7 +74,7 @@ def test_weights_of_another_architecture_of_transformers_are_refused(copy: Path)
         ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}}, ["rope_type", "spiral"]),
         ({"layer_types": layers("FFF")}, ["linear_attention"]),
         ({"layer_types": layers("LLL")}, ["full_attention"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"hidden_act": "mish", "hidden_size": 200}, ["hidden_act", "mish", "other shapes"]),
     ],
 )
 def test_a_configuration_that_does_not_run_here_is_refused(

@@ -1,7 +1,7 @@
 """Models of transformers in the engine: answers are transformers' own within rounding, prefixes are shared, and what
 cannot be right is refused. `bench/transformers_types.py` tries every type that transformers has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ def open_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     """Make transformers' model of a type, and an engine on its checkpoint."""
     engines: list[Engine] = []
 
-    def make(name: str, cache: CacheConfig = SETTINGS, **options: Any) -> tuple[Any, Engine]:
-        model = tiny_model(name)
+    def make(
+        name: str, cache: CacheConfig = SETTINGS, sizes: Mapping[str, Any] = {}, **options: Any
+    ) -> tuple[Any, Engine]:
+        model = tiny_model(name, **sizes)
         path = tmp_path_factory.mktemp(name)
         model.save_pretrained(path)
         engines.append(Engine.from_pretrained(path, **{"dtype": "float32", "cache": cache, **options}))
@@ -121,6 +123,13 @@ def test_bfloat16_is_near_float32(open_engine: Any) -> None:
 def test_what_only_own_families_have_is_refused(options: dict[str, Any], message: str, open_engine: Any) -> None:
     with pytest.raises((ArgumentError, UnsupportedModelError), match=message):
         open_engine("zamba2", **options)
+
+
+def test_a_configuration_that_a_family_lacks_runs_by_transformers(open_engine: Any) -> None:
+    model, engine = open_engine("qwen3", sizes={"hidden_act": "gelu"})
+    assert isinstance(engine.model, TransformersModel)
+    (output,) = engine.generate(prompts(40), SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=2))
+    assert largest_difference(model, output) < 1e-4
 
 
 def test_adapters_are_refused(open_engine: Any, tmp_path: Path) -> None:
