@@ -6,8 +6,9 @@
 
 Every model is served three times: without a prefix cache, by vLLM's own scheduler, and by this one, each time in a
 process of its own, under a pool of blocks that is far too small for what comes: one request after the other, many at
-once, several answers to a prompt, requests that are aborted. Then `vllm serve` the same, over HTTP, with streams of
-which some are broken off. Answers must be those without a prefix cache. Exit status 2 when anything is wrong.
+once, several answers to a prompt, two LoRA adapters, requests that are aborted. Then `vllm serve` the same, over HTTP,
+with streams of which some are broken off. Answers must be those without a prefix cache. Exit status 2 when anything is
+wrong.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ SMALL_POOL = 60  # of 128 tokens
 
 WIDTH = 16
 ANSWER = 8
+RANK = 8
+
+WITHOUT_LORA = ("granitemoehybrid",)
+"""vLLM computes experts with adapters by Triton, which has no CPU."""
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -104,6 +109,33 @@ def checkpoint(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **RANDOM[name])).float()
     model.save_pretrained(folder / name)
     return folder / name
+
+
+def adapters(model: Path, folder: Path) -> list[Path]:
+    """The folders of two LoRA adapters of a model's attention, with random weights that change its answers."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(model / "model.safetensors", "pt") as file:
+        shapes = {
+            name.removesuffix(".weight"): file.get_slice(name).get_shape()
+            for name in file.keys()  # noqa: SIM118 - it is no dictionary
+            if name.endswith(("q_proj.weight", "v_proj.weight"))
+        }
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(folder / f"{model.name}-adapter-{seed}")
+        made[-1].mkdir()
+        tensors = {}
+        for name, (outputs, inputs) in shapes.items():
+            tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, inputs) / inputs**0.5
+            tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, RANK)
+        save_file(tensors, made[-1] / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "v_proj"]}
+        (made[-1] / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
 
 
 def prompts(seed: int, number: int) -> list[list[int]]:
@@ -122,10 +154,11 @@ def prompts(seed: int, number: int) -> list[list[int]]:
     return made
 
 
-def in_process(model: Path, side: str, blocks: int) -> dict[str, Any]:
+def in_process(model: Path, side: str, blocks: int, folders: list[Path]) -> dict[str, Any]:
     """Serve all of it in this process. Returns answers by part, hits in percent, and what was found wrong."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     if json.loads((model / "config.json").read_text(encoding="utf-8"))["model_type"] in (
         "granitemoehybrid",
@@ -142,6 +175,8 @@ def in_process(model: Path, side: str, blocks: int) -> dict[str, Any]:
         options |= {"mamba_cache_mode": "align", "num_gpu_blocks_override": blocks}
     if side == "hybrid":
         options["scheduler_cls"] = SCHEDULER
+    if folders:
+        options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     llm = LLM(
         model=str(model),
         dtype="bfloat16" if is_tiny else "float32",
@@ -161,18 +196,24 @@ def in_process(model: Path, side: str, blocks: int) -> dict[str, Any]:
         for output in outputs:
             answers.setdefault(part, []).extend([*one.token_ids] for one in output.outputs)
 
-    def generate(part: str, given: list[list[int]], params: list[Any]) -> None:
-        keep(part, llm.generate([{"prompt_token_ids": ids} for ids in given], params, use_tqdm=False))
+    def generate(part: str, given: list[list[int]], params: list[Any], loras: list[Any] | None = None) -> None:
+        asked = [{"prompt_token_ids": ids} for ids in given]
+        keep(part, llm.generate(asked, params, lora_request=loras, use_tqdm=False))
 
     short = SamplingParams(max_tokens=4, **greedy)
     for ids in prompts(5, 90):
         generate("one by one", [ids], [short])
     given = prompts(6, 150)
     generate("at once", given, [SamplingParams(max_tokens=ANSWER, **greedy)] * len(given))
-    if not is_tiny:  # in bfloat16 two tokens may be the most likely ones, and then either is drawn
-        given = prompts(7, 12)
-        several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER}
-        generate("n", given, [SamplingParams(**several)] * len(given))
+    given = prompts(7, 12)
+    # In bfloat16 two tokens may be the most likely ones, and then either is drawn: a bias by number parts them.
+    apart = {token: token / 2**14 for token in range(1024)}
+    several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER, "logit_bias": apart}
+    generate("n", given, [SamplingParams(**several)] * len(given))
+    if folders:  # the same prompts with no adapter, with one, and with the other: what is cached of one is no other's
+        given = [ids for ids in prompts(10, 20) for _ in range(3)]
+        loras = [None, *(LoRARequest(folder.name, n + 1, str(folder)) for n, folder in enumerate(folders))] * 20
+        generate("adapters", given, [SamplingParams(max_tokens=ANSWER, **greedy)] * 60, loras)
     engine, draw, done = llm.llm_engine, random.Random(8), {}
     given = prompts(9, 60)
     for place, ids in enumerate(given):
@@ -328,20 +369,21 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=[*MODELS], choices=MODELS, help="the models (default: all)")
     parser.add_argument("--no-serve", action="store_true", help="leave vllm serve out")
-    parser.add_argument("--one", nargs=3, metavar=("FOLDER", "SIDE", "BLOCKS"), help="one run, printed as JSON")
+    parser.add_argument("--one", nargs="+", metavar="GIVEN", help="one run, printed as JSON")
     args = parser.parse_args()
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.one:
-        folder, side, blocks = args.one
-        print(json.dumps(in_process(Path(folder), side, int(blocks))))
+        folder, side, blocks, *loras = args.one
+        print(json.dumps(in_process(Path(folder), side, int(blocks), [*map(Path, loras)])))
         return 0
     lines = []
     with tempfile.TemporaryDirectory() as made:
         for name in args.models:
             model, blocks = checkpoint(name, Path(made)), POOL.get(name, SMALL_POOL)
             start = time.perf_counter()
-            runs = {side: printed([sys.executable, __file__, "--one", model, side, blocks]) for side in SIDES}
+            loras = [] if name in WITHOUT_LORA else adapters(model, Path(made))
+            runs = {side: printed([sys.executable, __file__, "--one", model, side, blocks, *loras]) for side in SIDES}
             hits = {side: run["hits"] for side, run in runs.items()}
             for side in SIDES[1:]:
                 found = differing(runs["none"]["answers"], runs[side]["answers"])

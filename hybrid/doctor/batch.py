@@ -11,8 +11,8 @@ from hybrid.doctor.arrivals import Arrivals, ArrivedRequest
 from hybrid.doctor.engine import MISS, EngineModel, Hit
 from hybrid.doctor.request import LoggedRequest
 
-MAX_RUNNING = 256
-"""Requests that run at a time, vLLM's `--max-num-seqs`."""
+MAX_WAITING = 64
+"""Requests that wait beside those that run; others come when one of them begins."""
 
 BUDGET = 8192
 """Tokens of a step."""
@@ -40,6 +40,7 @@ class InFlightRequest:
         request: what is to be computed: of one that begins again, its prompt ends where it was.
         running: on the engine; twin: on the one with endless memory, if there is one.
         end: tokens that are computed of it in all.
+        has_begun: it ran before.
     """
 
     arrival: ArrivedRequest
@@ -47,6 +48,7 @@ class InFlightRequest:
     running: Any = None
     twin: Any = None
     end: int = 0
+    has_begun: bool = False
 
     @property
     def is_prompt(self) -> bool:
@@ -64,7 +66,6 @@ class ReplayLoop:
         arrivals: the requests as they come.
         endless: the same engine with endless memory, which follows step by step.
         budget: tokens of a step.
-        max_running: requests that run at a time.
     """
 
     def __init__(
@@ -74,12 +75,11 @@ class ReplayLoop:
         endless: EngineModel | None = None,
         *,
         budget: int = BUDGET,
-        max_running: int = MAX_RUNNING,
     ) -> None:
         self._engine, self._arrivals, self._endless = engine, arrivals, endless
-        self._budget, self._max_running = budget, max_running
+        self._budget = budget
         self._running: list[InFlightRequest] = []
-        self._returned: deque[InFlightRequest] = deque()  # those that begin again
+        self._waiting: deque[InFlightRequest] = deque()  # those that begin again are the first
         self._is_blocked = False  # one that has come found no room
         self._has_changed = True  # and may find it now
         self._begun: list[Begun] = []
@@ -87,10 +87,23 @@ class ReplayLoop:
 
     def run(self) -> Iterator[Begun]:
         """Serve all requests; each is given when it begins."""
-        while self._running or self._returned or self._arrivals.peek() is not None or self._arrivals.wait():
-            self._step()
-            yield from self._begun
-            self._begun.clear()
+        while True:
+            self._take_arrivals()
+            if self._running or self._waiting:
+                self._step()
+                yield from self._begun
+                self._begun.clear()
+            elif not self._arrivals.wait():
+                return
+
+    def _take_arrivals(self) -> None:
+        """Have requests that have come wait."""
+        most = self._engine.max_running + MAX_WAITING
+        while len(self._running) + len(self._waiting) < most and self._arrivals.peek() is not None:
+            arrival = self._arrivals.take()
+            request = arrival.request
+            end = max(request.num_prompt, request.num_tokens - 1)
+            self._waiting.append(InFlightRequest(arrival, request, end=end))
 
     def _step(self) -> None:
         """One step, or as many as only compute tokens of answers."""
@@ -130,25 +143,20 @@ class ReplayLoop:
         limit = min(min(next_event(each.running), each.end) - each.running.computed for each in self._running)
         if self._is_blocked:
             return (1 if self._has_changed else limit), limit
-        return self._arrivals.steps_until_next(limit), limit
+        return (1 if self._waiting else self._arrivals.steps_until_next(limit)), limit
 
     def _admit(self, planned: list[tuple[InFlightRequest, int]]) -> None:
         """Begin requests that wait, in order, as long as there is room."""
         self._is_blocked = False
-        while self._budget_left:
-            flight = self._returned[0] if self._returned else self._next()
-            if flight is None:
-                return
-            room = len(self._running) < self._max_running
+        while self._budget_left and self._waiting:
+            flight = self._waiting[0]
+            room = len(self._running) < self._engine.max_running
             flight.running = self._engine.begin(flight.request, self._budget_left) if room else None
             if flight.running is None and self._running:
                 self._is_blocked = True
                 return
-            is_first = not self._returned
-            if is_first:
-                self._arrivals.take()
-            else:
-                self._returned.popleft()
+            self._waiting.popleft()
+            is_first, flight.has_begun = not flight.has_begun, True
             if flight.running is None:  # it has no room even alone
                 if is_first:
                     self._begun.append(Begun(flight.arrival, MISS, MISS))
@@ -161,13 +169,6 @@ class ReplayLoop:
                 self._begun.append(Begun(flight.arrival, hit, flight.twin.hit if flight.twin is not None else hit))
             self._running.append(flight)
             self._compute_part(flight, planned)
-
-    def _next(self) -> InFlightRequest | None:
-        arrival = self._arrivals.peek()
-        if arrival is None:
-            return None
-        request = arrival.request
-        return InFlightRequest(arrival, request, end=max(request.num_prompt, request.num_tokens - 1))
 
     def _compute_part(self, flight: InFlightRequest, planned: list[tuple[InFlightRequest, int]]) -> None:
         """Compute of a prompt what the step has room for."""
@@ -195,7 +196,7 @@ class ReplayLoop:
             self._engine.end(last.running)
             computed = last.running.computed
             last.request = replace(last.request, num_prompt=max(last.request.num_prompt, computed + 1))
-            self._returned.appendleft(last)
+            self._waiting.appendleft(last)
             if last is flight:
                 return
         if flight.twin is not None and self._endless is not None and end > flight.twin.computed:

@@ -22,6 +22,10 @@ class Hit(NamedTuple):
 MISS = Hit(0, 0)
 
 
+MAX_RUNNING = 256
+"""Requests that run at a time, vLLM's `--max-num-seqs`."""
+
+
 class Running(Protocol):
     """A request that an engine has begun, with all that it holds there.
 
@@ -42,9 +46,11 @@ class EngineModel(Protocol):
     Attributes:
         mixes: a step computes prompts and a token of each answer; otherwise answers wait for prompts.
         shares_at_once: what a step computes is found by requests that begin later in the same step.
+        max_running: requests that run at a time, at most.
     """
 
     mixes: bool
+    max_running: int
     shares_at_once: bool
 
     def serve(self, request: LoggedRequest) -> Hit:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
+from hybrid.doctor.absent_packages import absent_packages
 from hybrid.doctor.engine import EngineModel
 from hybrid.doctor.own import OwnCache
 from hybrid.doctor.sglang import SglangScheduler
 from hybrid.doctor.sizes import Memory, Sizes
 from hybrid.doctor.vllm import VllmScheduler
 from hybrid.errors import ArgumentError, VersionError
-from hybrid.vllm.installed import TESTED, installed_version
+from hybrid.sglang import installed as sglang
+from hybrid.vllm import installed as vllm
 
 ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
     "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
@@ -58,18 +63,28 @@ class Installed(NamedTuple):
     make: Callable[..., Any] | None = None
 
 
-def installed(engine: str) -> Installed:
-    """The own scheduler of an engine, if it is installed and known here."""
-    if engine != "vllm":
+def installed(engine: str, sizes: Sizes) -> Installed:
+    """The own scheduler of an engine, if it is installed and known here, and serves a model of these sizes."""
+    if engine == "vllm":
+        known, find = vllm.TESTED, vllm.installed_version
+        path, name, title = "hybrid.doctor.installed_vllm", "InstalledVllm", "vLLM {}'s own scheduler"
+    elif engine == "sglang":
+        known, find = sglang.TESTED, partial(version, "sglang")
+        path, name, title = "hybrid.doctor.installed_sglang", "InstalledSglang", "SGLang {}'s own cache and pools"
+        if not sizes.state_bytes:
+            return Installed("a model: of SGLang its cache of models with states is used")
+    else:
         return Installed("a model")
+    brand = title.split()[0]
     try:
-        version = installed_version()
-    except VersionError:
-        return Installed("a model: vLLM is not installed here")
-    if ".".join(version.split(".")[:2]) not in TESTED:
-        return Installed(f"a model: vLLM {version} is installed, and {', '.join(TESTED)} are known here")
+        found = find()
+    except (VersionError, PackageNotFoundError):
+        return Installed(f"a model: {brand} is not installed here")
+    if found not in known and ".".join(found.split(".")[:2]) not in known:
+        return Installed(f"a model: {brand} {found} is installed, and {', '.join(known)} are known here")
     try:
-        make = import_module("hybrid.doctor.installed_vllm").InstalledVllm
+        with absent_packages() if engine == "sglang" else nullcontext():
+            make = getattr(import_module(path), name)
     except Exception as error:  # whatever an installation lacks
-        return Installed(f"a model: vLLM {version} is installed, and cannot be used here ({str(error)[:100]})")
-    return Installed(f"vLLM {version}'s own scheduler", make)
+        return Installed(f"a model: {brand} {found} is installed, and cannot be used here ({str(error)[:100]})")
+    return Installed(title.format(found), make)

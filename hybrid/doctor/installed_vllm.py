@@ -17,13 +17,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid.doctor.arrivals import Arrivals, ArrivedRequest
-from hybrid.doctor.batch import BUDGET, MAX_RUNNING, Begun
-from hybrid.doctor.engine import MISS, EngineModel, Hit
+from hybrid.doctor.batch import BUDGET, MAX_WAITING, Begun
+from hybrid.doctor.engine import MAX_RUNNING, MISS, EngineModel, Hit
 from hybrid.doctor.sizes import Sizes
 from hybrid.units import ceil_div
-
-MAX_WAITING = 64
-"""Requests that wait inside vLLM; others come when one of them runs."""
 
 MAX_MODEL_LEN = 1 << 20
 

@@ -13,7 +13,7 @@ import numpy as np
 from hybrid.cache import placement
 from hybrid.cache.cache import GHOSTS_PER_PAGE, MIN_GHOSTS, SPARE_SHARE
 from hybrid.cache.config import DEFAULT_PLACEMENT
-from hybrid.doctor.engine import MISS, Hit
+from hybrid.doctor.engine import MAX_RUNNING, MISS, Hit
 from hybrid.doctor.request import UNIT, LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
 from hybrid.errors import MemoryBudgetError
@@ -101,6 +101,7 @@ class OwnCache:
     """
 
     mixes = True
+    max_running = MAX_RUNNING
     shares_at_once = False
 
     def __init__(self, sizes: Sizes, memory: Memory, *, eviction: str | Policy = "lhd") -> None:

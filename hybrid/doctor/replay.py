@@ -126,7 +126,7 @@ def _run(
     **options: Any,
 ) -> Row:
     """One replay."""
-    engine, own = engine_of(name, sizes, memory, **options), installed(name)
+    engine, own = engine_of(name, sizes, memory, **options), installed(name, sizes)
     make = None if models else own.make
     row = Row(name, memory, traffic.num_prompt_tokens, scheduler="a model" if models else own.name)
     given = _shown(traffic, f"{name}, {amount(memory)}", progress)

@@ -13,8 +13,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
+from typing import Any
 
-from hybrid.doctor.engine import MISS, Hit
+from hybrid.doctor.engine import MAX_RUNNING, MISS, Hit
 from hybrid.doctor.radix import Radix, RadixNode
 from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
@@ -35,6 +36,9 @@ PART = 8192
 
 SLOTS = 3
 """States that a request holds: the one in use, and two that track it."""
+
+SLOTS_PER_RUNNING = 5
+"""States for which SGLang lets one request run: those that it holds, that it has found, and that it leaves."""
 
 ENDLESS = 1 << 60
 
@@ -81,7 +85,53 @@ class SglangRunning:
         self.computed, self.own = hit.num_tokens, hit.num_tokens // PAGE
 
 
-class SglangScheduler:
+class SglangSteps:
+    """How SGLang's scheduler divides requests into steps: prompts first, in parts that end at pages."""
+
+    mixes = False
+    shares_at_once = False
+    part = PART
+    max_running = MAX_RUNNING
+
+    def new_step(self) -> None:
+        """A step begins."""
+
+    def end_of_part(self, running: Any, budget: int) -> int:
+        """Where the next part of its prompt ends: of a part that is cut, at a page."""
+        start, num_prompt = running.computed, running.request.num_prompt
+        budget = min(budget, self.part)
+        return int(num_prompt if num_prompt - start <= budget else start + budget // PAGE * PAGE)
+
+    def next_event(self, running: Any) -> int:
+        """The token with which its answer takes a page more."""
+        return int(running.computed // PAGE * PAGE + PAGE)
+
+
+def pools_of(sizes: Sizes, memory: int, state_ratio: float = STATE_RATIO) -> tuple[int, int]:
+    """The slots of states and the pages of SGLang's two pools.
+
+    Raises:
+        MemoryBudgetError: the memory does not hold the states of one request, or two pages.
+    """
+    has_states = sizes.state_bytes > 0
+    of_states = memory * state_ratio / (1 + state_ratio) if has_states else 0.0
+    slots = int(of_states / sizes.state_bytes) if has_states else ENDLESS
+    pages = int((memory - of_states) / sizes.token_bytes) // PAGE
+    if slots <= SLOTS or pages < 2:
+        needed = (SLOTS + 1) * sizes.state_bytes * (1 + state_ratio) / state_ratio
+        raise MemoryBudgetError(
+            f"SGLang has room for {slots} states and {pages} pages in {format_bytes(memory)}; a request needs {SLOTS} "
+            f"and one that stays: give at least {format_bytes(int(needed) + 1 + 4 * PAGE * sizes.token_bytes)}"
+        )
+    return slots, pages
+
+
+def running_of(slots: int) -> int:
+    """Requests that run at a time, at most, where there are so many slots of states."""
+    return max(1, min(MAX_RUNNING, slots // SLOTS_PER_RUNNING))
+
+
+class SglangScheduler(SglangSteps):
     """SGLang's cache.
 
     Args:
@@ -94,24 +144,13 @@ class SglangScheduler:
         MemoryBudgetError: the memory does not hold the states of one request, or two pages.
     """
 
-    mixes = False
-    shares_at_once = False
-
     def __init__(self, sizes: Sizes, memory: Memory, *, part: int = PART, state_ratio: float = STATE_RATIO) -> None:
-        self._part, self._has_states = part, sizes.state_bytes > 0
+        self.part, self._has_states = part, sizes.state_bytes > 0
         if isinstance(memory, Endless):
             self._free_pages = self._free_slots = ENDLESS
         else:
-            of_states = memory * state_ratio / (1 + state_ratio) if self._has_states else 0.0
-            self._free_slots = int(of_states / sizes.state_bytes) if self._has_states else ENDLESS
-            self._free_pages = int((memory - of_states) / sizes.token_bytes) // PAGE
-            if self._free_slots <= SLOTS or self._free_pages < 2:
-                needed = (SLOTS + 1) * sizes.state_bytes * (1 + state_ratio) / state_ratio
-                raise MemoryBudgetError(
-                    f"SGLang has room for {self._free_slots} states and {self._free_pages} pages in "
-                    f"{format_bytes(memory)}; a request needs {SLOTS} and one that stays: give at least "
-                    f"{format_bytes(int(needed) + 1 + 4 * PAGE * sizes.token_bytes)}"
-                )
+            self._free_slots, self._free_pages = pools_of(sizes, memory, state_ratio)
+            self.max_running = running_of(self._free_slots)
         self._clock = 0
         self._tree = Radix(SglangNode(None, array("Q"), 0.0))
         self._states: OrderedDict[SglangNode, None] = OrderedDict()  # nodes with a state, the least recently used first
@@ -124,13 +163,10 @@ class SglangScheduler:
         if running is None:
             return MISS
         while running.computed < request.num_prompt:
-            self.advance(running, self.end_of_part(running, self._part))
+            self.advance(running, self.end_of_part(running, self.part))
         self.advance(running, max(request.num_prompt, request.num_tokens - 1))
         self.end(running)
         return running.hit
-
-    def new_step(self) -> None:
-        """A step begins."""
 
     def begin(self, request: LoggedRequest, budget: int | None = None) -> SglangRunning | None:
         """Find a request's prompt, lock what is found, and take pages for the rest of it and slots for its states."""
@@ -153,16 +189,6 @@ class SglangScheduler:
         self._free_pages -= held
         branch = num_pages if num_pages > hit else 0
         return SglangRunning(request, hashes, Hit(hit * PAGE, num_pages * PAGE), found, branch, held)
-
-    def end_of_part(self, running: SglangRunning, budget: int) -> int:
-        """Where the next part of its prompt ends: of a part that is cut, at a page."""
-        start, num_prompt = running.computed, running.request.num_prompt
-        budget = min(budget, self._part)
-        return num_prompt if num_prompt - start <= budget else start + budget // PAGE * PAGE
-
-    def next_event(self, running: SglangRunning) -> int:
-        """The token with which its answer takes a page more."""
-        return running.computed // PAGE * PAGE + PAGE
 
     def advance(self, running: SglangRunning, end: int) -> bool:
         """Compute a part of a prompt, which the tree then has, or tokens of an answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid.doctor.engine import MISS, Hit
+from hybrid.doctor.engine import MAX_RUNNING, MISS, Hit
 from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
 from hybrid.errors import MemoryBudgetError
@@ -52,6 +52,7 @@ class VllmScheduler:
     """
 
     mixes = True
+    max_running = MAX_RUNNING
     shares_at_once = True
 
     def __init__(

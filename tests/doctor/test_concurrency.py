@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hybrid.doctor import Report, Sizes, Traffic, replay
 from hybrid.doctor.arrivals import Arrivals, Pace
 from hybrid.doctor.batch import ReplayLoop
 from hybrid.doctor.causes import Cause
+from hybrid.doctor.engine import MISS
 from hybrid.doctor.engines import engine_of
 from hybrid.doctor.evicted import AGES, EvictedKind, EvictedTokens, Replacement, age_of
 from hybrid.doctor.past import Fact
@@ -137,3 +139,47 @@ def test_what_was_evicted_is_divided() -> None:
     }
     assert second.part is EvictedKind.CONVERSATION and second.num_tokens == 100
     assert [age_of(n) for n in (1, 10, 11, AGES[-1] + 1)] == ["1 to 10", "1 to 10", "11 to 100", "more than 1,000"]
+
+
+class FullEngine:
+    """An engine that has no more room once the first request's answer has begun, until it has ended."""
+
+    mixes = shares_at_once = True
+    max_running = 256
+
+    def __init__(self) -> None:
+        self._has_failed = self._is_full = False
+
+    def new_step(self) -> None:
+        pass
+
+    def begin(self, request: LoggedRequest, budget: int | None = None) -> Any:
+        return None if self._is_full else SimpleNamespace(hit=MISS, computed=0, request=request)
+
+    def end_of_part(self, running: Any, budget: int) -> int:
+        return int(running.request.num_prompt)
+
+    def next_event(self, running: Any) -> int:
+        return int(running.computed) + 1
+
+    def advance(self, running: Any, end: int) -> bool:
+        if end > 110 and not self._has_failed:
+            self._has_failed = self._is_full = True
+            return False
+        running.computed = end
+        return True
+
+    def end(self, running: Any) -> None:
+        self._is_full &= running.request.num_tokens != LONG
+
+
+LONG = 200
+
+
+def test_a_request_comes_when_another_has_ended_also_while_one_begins_again() -> None:
+    """The fifth comes when the second has ended, though the third begins again then; the fourth has the first's
+    answer."""
+    given = [LoggedRequest(hashed([n]), 100, size) for n, size in enumerate([LONG, 130, 180, 140, 150])]
+    facts = [Fact(), Fact(), Fact(), Fact(seen=64, answer_from=64, age=3), Fact()]
+    loop = ReplayLoop(FullEngine(), Arrivals(zip(given, facts, strict=True), Pace(3)))
+    assert [one.arrival.number for one in loop.run()] == [0, 1, 2, 4, 3]

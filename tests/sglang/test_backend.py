@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: 
 from hybrid.sglang.cache import HybridRadixCache  # noqa: E402
 from hybrid.sglang.plugin import BACKEND, register  # noqa: E402
 from hybrid.sglang.tree_core import HybridTreeCore  # noqa: E402
-from support.sglang_served import Served, Setting, array, context_of, torch  # noqa: E402
+from support.sglang_served import Served, Setting, context_of, torch  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 
