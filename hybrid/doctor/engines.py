@@ -16,8 +16,9 @@ from hybrid.doctor.sglang import SglangScheduler
 from hybrid.doctor.sizes import Memory, Sizes
 from hybrid.doctor.vllm import VllmScheduler
 from hybrid.errors import ArgumentError, VersionError
-from hybrid.sglang import installed as sglang
-from hybrid.vllm import installed as vllm
+from hybrid.sglang.installed import TESTED as SGLANG_TESTED
+from hybrid.vllm.installed import TESTED as VLLM_TESTED
+from hybrid.vllm.installed import installed_version
 
 ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
     "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
@@ -65,11 +66,13 @@ class Installed(NamedTuple):
 
 def installed(engine: str, sizes: Sizes) -> Installed:
     """The own scheduler of an engine, if it is installed and known here, and serves a model of these sizes."""
+    known: tuple[str, ...]
+    find: Callable[[], str]
     if engine == "vllm":
-        known, find = vllm.TESTED, vllm.installed_version
+        known, find = VLLM_TESTED, installed_version
         path, name, title = "hybrid.doctor.installed_vllm", "InstalledVllm", "vLLM {}'s own scheduler"
     elif engine == "sglang":
-        known, find = sglang.TESTED, partial(version, "sglang")
+        known, find = SGLANG_TESTED, partial(version, "sglang")
         path, name, title = "hybrid.doctor.installed_sglang", "InstalledSglang", "SGLang {}'s own cache and pools"
         if not sizes.state_bytes:
             return Installed("a model: of SGLang its cache of models with states is used")
