@@ -17,7 +17,10 @@ SIZES = Sizes(32768, 51511296)
 def report_of(folder: Path, lines: list[dict[str, Any]], **options: Any) -> Report:
     path = folder / "log.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return replay(path, SIZES, options.pop("engine", "vllm"), options.pop("memory", "24GB"), **options)
+    report = replay(path, SIZES, options.pop("engine", "vllm"), options.pop("memory", "24GB"), **options)
+    row = report.rows[0]
+    assert sum(row.causes.values()) == row.computed == row.num_tokens - row.hit_tokens
+    return report
 
 
 def first_cause(report: Report) -> Cause:
@@ -114,3 +117,53 @@ def test_the_causes_add_up_to_what_is_computed(tmp_path: Path, engine: str) -> N
     row = report.rows[0]
     assert sum(row.causes.values()) == row.computed == row.num_tokens - row.hit_tokens
     assert all(count > 0 for count in row.causes.values()) and len(row.causes) > 3
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32000) for _ in range(count)]
+
+
+def test_a_history_that_is_edited(tmp_path: Path) -> None:
+    """An agent replaces what is older than four turns."""
+    lines, turns = [], []
+    for n in range(16):
+        turns.append([message("user", prose(n + 10, 300)), message("assistant", prose(n + 50, 60))])
+        kept = [[message("user", "[dropped]"), turn[1]] for turn in turns[:-4]] + turns[-4:]
+        asked = [message("system", prose(1, 100)), *(one for turn in kept for one in turn)]
+        lines.append(logged(asked[:-1], asked[-1]))
+    report = report_of(tmp_path, lines, engine="hybrid")
+    assert first_cause(report) is Cause.HISTORY
+    assert "[dropped]" in report.examples[0].new and "[dropped]" not in report.examples[0].old
+
+
+def test_no_state_where_prompts_part(tmp_path: Path) -> None:
+    shared = tokens(1, 5000)
+    lines = [{"input_tokens": shared + tokens(n, 1000), "output_tokens": [7] * 8} for n in (2, 3)]
+    report = report_of(tmp_path, lines)
+    assert first_cause(report) is Cause.NO_STATE
+
+
+def test_an_answer_without_a_state(tmp_path: Path) -> None:
+    lines, history = [], []
+    for n in range(8):
+        history += tokens(n, 40)
+        answer = tokens(100 + n, 1500)
+        lines.append({"input_tokens": list(history), "output_tokens": answer})
+        history += answer
+    report = report_of(tmp_path, lines)
+    assert first_cause(report) is Cause.ANSWER
+    assert report.cures[0].saved > 0.8 * dict(report.causes)[Cause.ANSWER]
+
+
+def test_shorter_than_a_block(tmp_path: Path) -> None:
+    shared = tokens(1, 500)
+    lines = [{"input_tokens": shared + tokens(n, 100), "output_tokens": [7] * 8} for n in range(2, 22)]
+    assert first_cause(report_of(tmp_path, lines)) is Cause.SHORT
+
+
+def test_states_that_were_evicted_without_their_pages(tmp_path: Path) -> None:
+    shared = [tokens(100 + n, 2000) for n in range(12)]
+    lines = [{"input_tokens": shared[n % 12] + tokens(n, 60), "output_tokens": [7] * 8} for n in range(72)]
+    report = report_of(tmp_path, lines, engine="hybrid", memory="1500MB", cures=False)
+    assert first_cause(report) is Cause.STATE_EVICTED
