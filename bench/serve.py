@@ -8,6 +8,8 @@ same prompts with the same settings; the CPU time is that of all threads of each
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import os
 import statistics
@@ -36,14 +38,17 @@ def engine_alone(args: argparse.Namespace) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        began, tokens = time.process_time(), 0
+        began, tokens, gap = time.process_time(), 0, 0.0
+        latest: dict[str, float] = {}
         params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
         for prompt in prompts(asked["count"], asked["run"]):
             engine.add_request(prompt, params)
         while engine.has_work:
             for output in engine.step():
                 tokens += len(output.delta_token_ids)
-        print(json.dumps({"cpu": time.process_time() - began, "tokens": tokens}), flush=True)
+                before, now = latest.get(output.request_id), time.perf_counter()
+                gap, latest[output.request_id] = max(gap, now - before) if before is not None else gap, now
+        print(json.dumps({"cpu": time.process_time() - began, "tokens": tokens, "gap": gap}), flush=True)
 
 
 async def stream(port: int, prompt: str, args: argparse.Namespace) -> tuple[int, list[float]]:
@@ -81,6 +86,42 @@ async def over_http(port: int, count: int, run: int, args: argparse.Namespace) -
     return sum(tokens for tokens, _ in found), max(max(gaps) for _, gaps in found)
 
 
+def besides() -> dict[str, tuple[str, bytes]]:
+    """What arrives beside streams, by its name: a path and a body."""
+    from PIL import Image
+
+    message = {"role": "user", "content": "The with statement"}
+    chat = {"model": "tiny", "messages": [message], "max_tokens": 1}
+    fields = {f"field{n}": {"type": "string", "maxLength": 20} for n in range(300)}
+    schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    image = io.BytesIO()
+    Image.new("RGB", (8000, 8000), (9, 9, 9)).save(image, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+    long = {"model": "tiny", "prompt": "The with statement wraps the execution. " * 1_250_000, "max_tokens": 1}
+    found = {
+        "nothing": ("/v1/models", {}),
+        "a body of 50 MB": ("/v1/completions", long),
+        "one of 8 MB": ("/v1/completions", long | {"prompt": long["prompt"][:8_000_000]}),
+        "a schema of 300 properties": ("/v1/chat/completions", chat | {"response_format": form}),
+        "8000 x 8000 pixels": ("/v1/chat/completions", chat | {"messages": [{"role": "user", "content": parts}]}),
+    }
+    return {name: (path, json.dumps(body).encode()) for name, (path, body) in found.items()}
+
+
+async def beside(port: int, run: int, path: str, body: bytes, args: argparse.Namespace) -> float:
+    """The longest gap of four streams while something arrives."""
+    reading = [asyncio.create_task(stream(port, prompt, args)) for prompt in prompts(4, run)]
+    await asyncio.sleep(0.7)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await reader.readline()
+    writer.close()
+    return max(max(gaps) for _, gaps in await asyncio.gather(*reading))
+
+
 def cpu_seconds(process: psutil.Process) -> float:
     """CPU time of a process."""
     times = process.cpu_times()
@@ -95,6 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (default: 128)")
     parser.add_argument("--memory", default="256MiB")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--beside", action="store_true", help="gaps of streams while large bodies arrive, instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--engine-alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -119,9 +161,17 @@ def main() -> None:
         port = int(server.stdout.readline().split("127.0.0.1:")[1].split()[0])
         process = psutil.Process(server.pid)
         result: dict[str, Any] = {}
+        for name, (path, body) in besides().items() if args.beside else ():
+            gaps = [asyncio.run(beside(port, run, path, body, args)) for run in range(args.runs + 1)][1:]
+            result[name] = {"median_ms": 1000 * statistics.median(gaps), "longest_ms": 1000 * max(gaps)}
+            if not args.json:
+                print(
+                    f"{name}: {result[name]['median_ms']:.0f} ms, {result[name]['longest_ms']:.0f} at most", flush=True
+                )
+        args.streams = [] if args.beside else args.streams
         for count in args.streams:
             rates: dict[str, list[float]] = {"alone": [], "http": []}
-            gaps = []
+            gaps, alone_gaps = [], []
             for run in range(args.runs + 1):  # the first one is not counted: what is compiled and captured
                 alone.stdin.write(json.dumps({"count": count, "run": run}) + "\n")
                 alone.stdin.flush()
@@ -133,12 +183,17 @@ def main() -> None:
                     rates["alone"].append(1e6 * found["cpu"] / found["tokens"])
                     rates["http"].append(1e6 * (cpu_seconds(process) - before) / tokens)
                     gaps.append(gap)
+                    alone_gaps.append(found["gap"])
             medians = {name: statistics.median(values) for name, values in rates.items()}
             ratio = statistics.median(h / a for h, a in zip(rates["http"], rates["alone"], strict=True))
-            result[str(count)] = medians | {"ratio": ratio, "longest_gap_ms": 1000 * statistics.median(gaps)}
+            longest = {"http": 1000 * statistics.median(gaps), "alone": 1000 * statistics.median(alone_gaps)}
+            result[str(count)] = medians | {"ratio": ratio, "longest_gap_ms": longest}
             if not args.json:
                 text = f"{count:3} streams: {medians['alone']:7.0f} us a token alone, {medians['http']:7.0f} over HTTP"
-                print(f"{text}, ratio {ratio:.3f}; longest gap {1000 * statistics.median(gaps):.0f} ms", flush=True)
+                print(
+                    f"{text}, ratio {ratio:.3f}; longest gap {longest['http']:.0f} ms, alone {longest['alone']:.0f}",
+                    flush=True,
+                )
         if args.json:
             print(json.dumps(result))
     finally:

@@ -173,7 +173,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
     text = "tokens of an answer whose request does not say it (default: 1024)"
     add("--max-tokens", type=integer(1), default=1024, help=text)
-    add("--max-body", default="64MiB", help="bytes of a request's body, at most (default: 64MiB)")
+    text = "bytes of a request's body, at most (default: 8 to 64MiB, by what the model takes)"
+    add("--max-body", help=text)
     add("--timeout", type=seconds, help="seconds that a request may take (default: any)")
     text = "seconds that requests under way have to end after SIGTERM (default: as long as they take)"
     add("--drain", type=seconds, help=text)

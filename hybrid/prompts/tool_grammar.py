@@ -69,16 +69,18 @@ def _xml_call(function: Mapping[str, Any]) -> str:
     required = schema.get("required") or []
     parts = [f'"<function={function.get("name")}>\\n"']
     for key, value in (schema.get("properties") or {}).items():
-        part = f'"<parameter={key}>\\n" {_value(value)} "\\n</parameter>\\n"'
+        part = f'"<parameter={key}>\\n" {_value(value)}'
         parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, '"</function>"'])
 
 
 def _value(schema: Any) -> str:
-    """A parameter's value: a text as it is, without the beginning of a mark; anything else as JSON."""
+    """A parameter's value and the mark after it: a text as it is, without the beginning of a mark; anything else as
+    JSON. A text and its mark are one terminal: where they were two, a line end of the text could not begin the mark."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string" and "enum" in schema:
-        return "(" + " | ".join(json.dumps(str(text), ensure_ascii=False) for text in schema["enum"]) + ")"
+        choices = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in schema["enum"])
+        return f'({choices}) "\\n</parameter>\\n"'
     if kind in (None, "string"):
-        return "/([^<\\n]|<[^\\/]|\\n[^<])*/"
-    return f"%json {json.dumps(schema)}"
+        return "/([^<\\n]|\\n+[^<\\n]|\\n*<[^\\/])*\\n+<\\/parameter>\\n/"
+    return f'%json {json.dumps(schema)} "\\n</parameter>\\n"'

@@ -18,6 +18,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of a response that is a stream of events: proxies are not to keep them back."""
 
+MAX_FORGOTTEN = 64 * 2**20
+"""Bytes of a body beyond its limit that are read and forgotten: most clients read no answer before all is sent."""
+
 
 class Call:
     """A call.
@@ -60,19 +63,21 @@ class Call:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise HttpError(400, "the client left before its body had come", code="disconnected")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > max_bytes:
-                        text = (
-                            f"the body has more than {max_bytes} bytes; send less, or start the server with --max-body"
-                        )
-                        raise HttpError(413, text, code="body_too_large", headers={"connection": "close"})
-                    if not message.get("more_body"):
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size <= max_bytes:
+                        parts.append(piece)
+                    else:
+                        parts.clear()
+                    if not message.get("more_body") or size > max_bytes + MAX_FORGOTTEN:
                         break
         except TimeoutError:
             raise HttpError(
                 408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"}
             ) from None
+        if size > max_bytes:
+            text = f"the body has more than {max_bytes} bytes; send less, or start the server with --max-body"
+            raise HttpError(413, text, code="body_too_large", headers={"connection": "close"})
         try:
             return orjson.loads(b"".join(parts))
         except ValueError as error:

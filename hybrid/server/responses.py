@@ -34,7 +34,7 @@ async def responses(server: Server, call: Call) -> None:
     template = server.template
     instructions = fields.text("instructions")
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    messages += read_input(fields)
+    messages += read_input(fields, template)
     tools = openai_tools(fields, template, are_flat=True)
     prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True} | tools.in_prompt
     own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
@@ -66,8 +66,12 @@ async def responses(server: Server, call: Call) -> None:
     await server.run(call, [prompt], server.with_adapter(params, model), writer, is_stream=is_stream, salt=salt)
 
 
-def read_input(fields: Fields) -> list[Message]:
+def read_input(fields: Fields, template: str) -> list[Message]:
     """The messages of a body's items.
+
+    Args:
+        template: of the model's chats. Reasoning goes to the next message or call of the assistant where it reads it;
+            elsewhere it is left out, as of any earlier turn: clients send all items back that they got.
 
     Raises:
         HttpError: one cannot be used.
@@ -78,10 +82,15 @@ def read_input(fields: Fields) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise fields.refuse("input", "a text or a list of at least one item", given)
     found: list[Message] = []
+    thought = ""
     for number, value in enumerate(given):
         item = Fields(value, f"{fields.path('input')}[{number}]")
         kind = item.text("type") or "message"
         item.ignore("id", "status", "phase")
+        if kind == "reasoning":
+            thought += _reasoning(item)
+            item.close()
+            continue
         if kind == "message":
             found.append(_message(item))
         elif kind == "function_call":
@@ -96,9 +105,28 @@ def read_input(fields: Fields) -> list[Message]:
                 raise item.refuse("output", "a text", output)
             found.append({"role": "tool", "content": output, "tool_call_id": item.text("call_id") or ""})
         else:
-            raise item.refuse("type", "'message', 'function_call' or 'function_call_output'", kind)
+            kinds = "'message', 'reasoning', 'function_call' or 'function_call_output'"
+            raise item.refuse("type", kinds, kind)
         item.close()
+        if thought and "reasoning_content" in template and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = thought
+        thought = ""
+    if not found:
+        raise fields.refuse("input", "a list with a message besides reasoning", given)
     return found
+
+
+def _reasoning(item: Fields) -> str:
+    """The text of an item of reasoning."""
+    texts = []
+    for number, value in enumerate(item.array("content") or ()):
+        part = Fields(value, f"{item.path('content')}[{number}]")
+        part.one_of("type", ("reasoning_text",), "reasoning_text")
+        texts.append(part.text("text") or "")
+        part.close()
+    item.ignore("summary")
+    item.never(encrypted_content="this server encrypts none; send the item as it came")
+    return "".join(texts)
 
 
 def _message(item: Fields) -> Message:

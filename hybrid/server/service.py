@@ -14,7 +14,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ClosedError
 from hybrid.prompts.answer_parser import template_of
-from hybrid.prompts.encode import Prompt
+from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of
@@ -31,21 +31,29 @@ class ServerLimits:
     """The limits of a server, beside those of its engine (`EngineConfig`: of requests, and of each tenant's).
 
     Attributes:
-        body: bytes of a body.
+        body: bytes of a body; None: what a prompt may have that the model takes.
         body_seconds: that a body may take to come.
         seconds: that a request may take; None: any.
         tokens: of an answer whose request does not say it.
     """
 
-    body: int | str = "64MiB"
+    body: int | str | None = None
     body_seconds: float = 60.0
     seconds: float | None = None
     tokens: int = 1024
 
     @property
-    def body_bytes(self) -> int:
+    def body_bytes(self) -> int | None:
         """`body` as a number of bytes."""
-        return byte_count("--max-body", self.body)
+        return None if self.body is None else byte_count("--max-body", self.body)
+
+
+WITH_IMAGES = 64 * 2**20
+"""Bytes of a body with images, unless `ServerLimits.body` is given."""
+
+ONE_TEXT, ESCAPED = 8 * 2**20, 6
+"""Bytes of a body without images: at least so many, and so many for each byte of the largest text. JSON of 8 MiB takes
+no longer to read than a step."""
 
 
 class Writer(Protocol):
@@ -102,7 +110,12 @@ class Server:
         self.limits = limits
         self.records: Records = Records()
         self.created: int = int(time.time())
-        self._max_body = limits.body_bytes
+        self._max_body: int = limits.body_bytes or self._default_body()
+
+    def _default_body(self) -> int:
+        if self.engine.engine.loaded.image_encoder is not None:
+            return WITH_IMAGES
+        return min(WITH_IMAGES, max(ONE_TEXT, ESCAPED * BYTES_PER_TOKEN * self.max_model_len))
 
     @property
     def defaults(self) -> SamplingParams:

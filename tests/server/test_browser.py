@@ -13,10 +13,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
-READ = """
-const ends = [...document.querySelectorAll('td,section,p,b,iframe')].map(e => e.getBoundingClientRect().right);
-"""
-
 
 def browse(folder: Path, *arguments: str) -> str:
     command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]

@@ -77,6 +77,7 @@ def test_items_are_the_messages_of_a_chat(post: Poster) -> None:
         ("background", True),
         ("input", []),
         ("input", [{"type": "reasoning"}]),
+        ("input", [{"type": "computer_call"}]),
         ("tools", [{"type": "web_search"}]),
         ("max_output_tokens", -1),
         ("text", {"format": {"type": "xml"}}),

@@ -1,0 +1,200 @@
+"""A model that thinks and calls tools, over HTTP, and the libraries that people write agents with: tools are called,
+results come back, streams are whole answers. The libraries' tests run where they are installed (`make clients`)."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.scripted import Script, call_text
+from support.served import Poster, events, served
+
+ADD: dict[str, Any] = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
+CALL = "I add them.\n</think>\n\n" + call_text("add", a=3, b=4)
+LAST = "It is known.\n</think>\n\nThe sum is 7."
+
+
+@pytest.fixture(scope="module")
+def script(tiny: Any) -> Iterator[tuple[Script, Poster]]:
+    script = Script(tiny)
+    with served(script.engine) as (url, _):
+        yield script, Poster(url)
+
+
+def test_chats_of_a_model_that_thinks_and_calls(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    tools = [{"type": "function", "function": ADD}]
+    settings: dict[str, Any] = {"messages": ASKED, "tools": tools, "max_tokens": 200}
+    model.says(CALL, CALL)
+    choice = post.chat(**settings).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "I add them."
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 3, "b": 4})
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(post.chat(**settings, stream=True))]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I add them."
+    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed["function"] == call["function"]
+    model.says(LAST)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
+    last = post.chat(**settings | {"messages": [*ASKED, message, result]}).json()["choices"][0]
+    assert last["message"]["content"] == "The sum is 7." and last["finish_reason"] == "stop"
+
+
+def test_messages_and_responses_of_a_model_that_thinks_and_calls(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    tool = {"name": "add", "input_schema": ADD["parameters"]}
+    model.says(CALL, CALL)
+    body = {"messages": ASKED, "tools": [tool], "max_tokens": 200}
+    answer = post("/v1/messages", **body).json()
+    assert answer["stop_reason"] == "tool_use"
+    assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use"]
+    assert answer["content"][1]["input"] == {"a": 3, "b": 4}
+    streamed = events(post("/v1/messages", **body, stream=True))
+    texts = [one["delta"].get("partial_json", "") for one in streamed if one["type"] == "content_block_delta"]
+    assert json.loads("".join(texts)) == {"a": 3, "b": 4}
+    model.says(LAST)
+    result = {"type": "tool_result", "tool_use_id": answer["content"][1]["id"], "content": "7"}
+    turns = [*ASKED, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+    assert post("/v1/messages", **body | {"messages": turns}).json()["content"][-1]["text"] == "The sum is 7."
+    model.says(CALL)
+    found = post("/v1/responses", input="add", tools=[{"type": "function"} | ADD], max_output_tokens=200).json()
+    assert [item["type"] for item in found["output"]] == ["reasoning", "function_call"]
+    assert json.loads(found["output"][1]["arguments"]) == {"a": 3, "b": 4}
+
+
+def test_a_call_that_must_be_made_may_have_texts(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    note = {"name": "note", "parameters": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}
+    text = "two\n\nlines, 1 < 2"
+    model.says("</think>\n\n" + call_text("note", text=text))
+    tools = [{"type": "function", "function": note}]
+    choice = post.chat(tools=tools, tool_choice="required", max_tokens=120).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and json.loads(call["function"]["arguments"]) == {"text": text}
+
+
+def test_reasoning_comes_back_with_the_items_of_a_response(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    tools = [{"type": "function"} | ADD]
+    model.says(CALL, LAST)
+    items = post("/v1/responses", input="add", tools=tools, max_output_tokens=200).json()["output"]
+    result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "7"}
+    turns = [{"role": "user", "content": "add"}, *items, result]
+    whole = post("/v1/responses", input=turns, tools=tools, max_output_tokens=200).json()
+    assert whole["output"][-1]["content"][0]["text"] == "The sum is 7."
+    without = post("/v1/responses", input=[turns[0], *turns[2:]], tools=tools, max_output_tokens=1).json()
+    assert whole["usage"]["input_tokens"] > without["usage"]["input_tokens"]  # the template has read it
+
+
+# Libraries
+
+
+def test_a_client_of_litellm(script: tuple[Script, Poster]) -> None:
+    litellm = pytest.importorskip("litellm")
+    model, post = script
+    for name, base in (("openai/tiny", f"{post.address}/v1"), ("anthropic/tiny", post.address)):
+        settings: dict[str, Any] = {"model": name, "api_base": base, "api_key": "none", "max_tokens": 200}
+        tools = [{"type": "function", "function": ADD}]
+        model.says(CALL, LAST, LAST)
+        message = litellm.completion(messages=ASKED, tools=tools, **settings).choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3, "b": 4})
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        turns = [*ASKED, message.model_dump(exclude_none=True), result]
+        whole = litellm.completion(messages=turns, tools=tools, **settings).choices[0].message.content
+        stream = litellm.completion(messages=turns, tools=tools, stream=True, **settings)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole == "The sum is 7."
+        with pytest.raises(litellm.BadRequestError):
+            litellm.completion(messages=ASKED, temperature=-1, **settings)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    settings |= {"model": "openai/tiny", "api_base": f"{post.address}/v1"}
+    model.says("</think>\n\n")
+    text = litellm.completion(messages=ASKED, response_format=form, **settings).choices[0].message.content
+    assert json.loads(text)["a"] in (1, 2)
+
+
+def test_an_agent_of_openai(script: tuple[Script, Poster]) -> None:
+    agents = pytest.importorskip("agents")
+    openai = pytest.importorskip("openai")
+    agents.set_tracing_disabled(True)
+    model, post = script
+    added: list[int] = []
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        added.append(a + b)
+        return a + b
+
+    async def run(kind: Any) -> None:
+        client = openai.AsyncOpenAI(base_url=f"{post.address}/v1", api_key="none", max_retries=0)
+        agent = agents.Agent(name="adder", tools=[add], model=kind(model="tiny", openai_client=client))
+        model.says(CALL, LAST)
+        assert (await agents.Runner.run(agent, "What is 3 + 4?")).final_output == "The sum is 7."
+        model.says(CALL, LAST)
+        streamed = agents.Runner.run_streamed(agent, "What is 3 + 4?")
+        kinds = {event.type async for event in streamed.stream_events()}
+        assert streamed.final_output == "The sum is 7." and "raw_response_event" in kinds
+
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        asyncio.run(run(kind))
+    assert added == [7] * 4
+
+
+def test_an_agent_of_pydantic(script: tuple[Script, Poster]) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    pydantic = pytest.importorskip("pydantic")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model, post = script
+    chat = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{post.address}/v1", api_key="none"))
+    agent = pydantic_ai.Agent(chat)
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    model.says(CALL, LAST)
+    assert agent.run_sync("What is 3 + 4?").output == "The sum is 7."
+    pair = pydantic.create_model("Pair", a=(int, ...), b=(int, ...))
+    model.says("</think>\n\n" + call_text("final_result", a=5, b=6))
+    assert pydantic_ai.Agent(chat, output_type=pair).run_sync("Say a pair.").output == pair(a=5, b=6)
+    model.says("</think>\n\n")
+    native = pydantic_ai.Agent(chat, output_type=pydantic_ai.NativeOutput(pair))
+    assert isinstance(native.run_sync("Say a pair.").output, pair)
+
+
+def test_an_agent_of_smolagents(script: tuple[Script, Poster]) -> None:
+    smolagents = pytest.importorskip("smolagents")
+    model, post = script
+
+    @smolagents.tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the first.
+            b: the second.
+        """
+        return a + b
+
+    chat = smolagents.OpenAIModel(model_id="tiny", api_base=f"{post.address}/v1", api_key="none")
+    agent = smolagents.ToolCallingAgent(tools=[add], model=chat, verbosity_level=0, max_steps=2)
+    model.says(CALL, "</think>\n\n" + call_text("final_answer", answer="7"))
+    assert agent.run("What is 3 + 4?") == "7"
