@@ -52,8 +52,8 @@ WITH_IMAGES = 64 * 2**20
 """Bytes of a body with images, unless `ServerLimits.body` is given."""
 
 ONE_TEXT, ESCAPED = 8 * 2**20, 6
-"""Bytes of a body without images: at least so many, and so many for each byte of the largest text. JSON of 8 MiB takes
-no longer to read than a step."""
+"""Bytes of a body without images: at least `ONE_TEXT`, which takes no longer to parse than a step, and `ESCAPED` for
+each byte of the longest text."""
 
 
 class Writer(Protocol):
