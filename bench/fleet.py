@@ -5,6 +5,7 @@
     python bench/fleet.py --traces lmsys --rules home,one --seeds 101 --no-ids
     python bench/fleet.py --traces lmsys --replicas 64 --scale 32 --memory 96 --delay 0.5 --failures 8
     python bench/fleet.py --rules home --shared 1 --bandwidth 25           # a tier that all replicas share
+    python bench/fleet.py --cost                                           # microseconds of an event, and of a choice
 
 Each replica is the bookkeeping of a cache, without tensors, and computes one prompt after the other; answers hold up
 none, and are in the cache when the prompt is computed. Its speed is such that one cache of the sum of all memories
@@ -33,7 +34,7 @@ from array import array
 from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
@@ -52,7 +53,7 @@ from hybrid.fleet import Index, Router
 from hybrid.key import Key
 from hybrid.tiers.cost import Cost
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import chain
+from hybrid.tiers.tier import Name, Note, chain
 
 CELLS = {"lmsys": (12.0, 4), "fewshot": (8.0, 2), "swebench_nc": (30.0, 2), "sharegpt": (8.0, 2), "swebench": (20.0, 2)}
 """Traces of the table: gigabytes of the fleet, and times as many sessions as the trace has, for 8 replicas."""
@@ -121,6 +122,11 @@ class Shared(HostTier):
 
     def restored(self, name: bytes, is_copied_again: bool) -> None:
         """Keep what one replica has now, for the others."""
+
+    def note(self, name: Name) -> Note | None:
+        """As of another process: the policy of one cache does not know what another's has learned."""
+        found = super().note(name)
+        return found and replace(found, usage=None)
 
 
 class Replica:
@@ -485,6 +491,69 @@ def run(args: argparse.Namespace, trace: str, seed: int | None) -> Iterator[Line
             yield fleet.line(f"{title}: {name}{ids}", tokens_per_second=round(rate), wall_s=wall)
 
 
+# What it costs
+
+
+def least(function: Callable[[], object], times: int = 200) -> float:
+    """The least of the microseconds that calls take."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return round(1e6 * min(found), 1)
+
+
+def costs() -> Iterator[Line]:
+    """What a change of the cache costs where it is subscribed to, and what a choice costs."""
+    requests = requests_of("lmsys", None, 1)[:600]
+    seconds = []
+    for is_subscribed in (False, True) * 5:
+        cache = HybridCache(CacheMemory.of_bytes(3 * 10**9, PAGE * 32768, 51511296), CacheConfig(seed=1))
+        feed = cache.subscribe(1 << 20) if is_subscribed else None
+        start = time.process_time()
+        for request in requests:
+            serve(cache, request.key, request.num_input)
+        seconds.append(time.process_time() - start)
+        if feed is not None:
+            changes = feed.since(0) or []
+    num_units = sum(len(change.each_name) for change in changes)
+    more = min(seconds[1::2]) - min(seconds[::2])
+    details = {
+        "events": len(changes),
+        "pages_and_checkpoints": num_units,
+        "seconds": [round(one, 2) for one in seconds],
+    }
+    per_unit = round(1e6 * more / num_units, 2)
+    yield Line("an event, of one page or checkpoint", per_unit, 5.0, at_most=True, unit="us", details=details)
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 32000, 32768, dtype=np.int32).tobytes()
+    names = chain(ids, "", PAGE_BYTES)[:511]
+    for num_replicas, target in ((64, 50.0), (1000, 200.0)):
+        for title, depths in (
+            ("each at another depth", range(512 - min(num_replicas, 500), 512)),
+            ("a common prefix", (22,)),
+        ):
+            router = Router(PAGE)
+            for replica in range(num_replicas):
+                router.add(replica)
+                depth = depths[replica % len(depths)]
+                router.apply(replica, path(names[:depth], [depth]))
+            for replica in range(3):
+                router.apply(replica, path(names[: 500 - 100 * replica], range(30, 500 - 100 * replica, 10)))
+            found = least(lambda: router.index.find(names))  # noqa: B023
+            chosen = least(lambda: router.ended(router.choose(names, 32768, 0.0, "ann")))  # noqa: B023
+            details = {"looking": found, "choosing_reserving_ending": chosen}
+            yield Line(f"a choice of {num_replicas}, {title}", found, target, at_most=True, unit="us", details=details)
+
+
+def path(names: list[bytes], checkpoints: Iterable[int]) -> list[Change]:
+    """The births of a path."""
+    pages = Change(True, "pages", b"".join(names), len(names) * PAGE)
+    return [pages, *(Change(True, "checkpoint", names[at - 1], at * PAGE) for at in checkpoints)]
+
+
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__)
 
@@ -511,6 +580,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=25.0, help="of the shared tier, GB/s (default: 25)")
     parser.add_argument("--no-ids", dest="ids", action="store_const", const=[False], help="requests name no session")
     parser.add_argument("--both", dest="ids", action="store_const", const=[True, False], help="with ids, and without")
+    parser.add_argument("--cost", action="store_true", help="measure what events and choices cost instead")
     parser.set_defaults(ids=[True])
     args = parser.parse_args(given)
     args.seeds = [None if seed == "own" else int(seed) for seed in args.seeds.split(",")]
@@ -520,6 +590,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     args = parse(given)
     lines = []
+    if args.cost:
+        return finish([*costs()], args)
     for trace in args.traces:
         for seed in args.seeds:
             for line in run(args, trace, seed):

@@ -108,6 +108,7 @@ class Subscriptions:
 def _names(node: Node, start: int) -> bytes:
     """The names of the pages of a node's edge from `start` on."""
     run = node.run
-    name_at(node, node.end)
     first, last = (start - run.start) // run.page_size, (node.end - run.start) // run.page_size
+    if len(run.names) < last * NAME_BYTES:
+        name_at(node, node.end)
     return bytes(run.names[first * NAME_BYTES : last * NAME_BYTES])

@@ -180,6 +180,39 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--drain", type=seconds, help=text)
 
 
+def add_fleet(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid fleet`."""
+    add = parser.add_argument
+    add("action", choices=("serve",), help="answer requests until a signal ends the process")
+    add("model", metavar="MODEL", help="folder, hub id, or 'tiny', the model inside the package")
+    add("--replicas", type=integer(1, 1024), default=2, help="of the model (default: 2)")
+    add("--address", help="of a Ray cluster to join, 'auto' for this machine's (default: Ray is started here)")
+    text = "CPUs that each replica takes of those that Ray counts (default: 0, replicas share what there is)"
+    add("--cpus", type=float, default=0.0, help=text)
+    add("--threads", type=integer(1, 1024), help="threads of each replica on a CPU (default: chosen by torch)")
+    add("--name", help="of the model, in requests and responses (default: MODEL)")
+    add("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a key")
+    add("--port", type=integer(1, 65535), default=8000, help="(default: 8000)")
+    add("--api-key", help="key of all callers (default: HYBRID_API_KEY in the environment; none: none is needed)")
+    add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
+    add("--memory", help="size of the cache of each replica: '512MiB', '20%%' (default: chosen by what is free)")
+    add("--host-memory", help="memory of each for copies of what is evicted, '8GiB' (default: none)")
+    add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
+    add("--directory", help="where they are; replicas of one machine share them")
+    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
+    add_dtype(parser)
+    add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")
+    add("--max-num-seqs", type=integer(1), default=32, help="requests that run at once in each (default: 32)")
+    add("--max-requests", type=integer(1), default=256, help="that wait in each; others get 429 (default: 256)")
+    add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
+    text = "tokens of an answer whose request does not say it (default: 1024)"
+    add("--max-tokens", type=integer(1), default=1024, help=text)
+    add("--max-body", default="64MiB", help="bytes of a request's body, at most (default: 64MiB)")
+    add("--timeout", type=seconds, help="seconds that a request may take (default: any)")
+    text = "seconds that the requests of a replica have to end when it is to end (default: 60)"
+    add("--drain", type=seconds, default=60.0, help=text)
+
+
 def add_tree(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid tree`."""
     add = parser.add_argument
@@ -287,6 +320,17 @@ COMMANDS: tuple[Command, ...] = (
             "a page at / that shows requests, hits and the tree as they are. SIGTERM lets the requests under way end."
         ),
         add_arguments=add_serve,
+    ),
+    Command(
+        name="fleet",
+        help="serve a model on several replicas, each request where its prefix is",
+        description=(
+            "`hybrid fleet serve MODEL --replicas N` starts replicas on Ray Serve behind the APIs of `hybrid serve`, "
+            "and sends each request to the replica that can resume most of it, by what the caches say of themselves. "
+            "GET /fleet shows the replicas, what was promised of them, and what of it was not kept. SIGTERM lets the "
+            "requests under way end."
+        ),
+        add_arguments=add_fleet,
     ),
     Command(
         name="tree",

@@ -133,9 +133,12 @@ class Router:
         found = self.index.find(names)
         own, size = self._sessions.find(names, session), self.index.page_size
         leader, num_led = self._leader(names)
-        led = num_led * size if leader is not None else 0
-        if leader is not None:  # its pages are about to be there, and most often a checkpoint where others branch off
+        led, known = num_led * size, found.checkpoints
+        if leader is not None:
             found.pages[leader.replica] = max(found.pages[leader.replica], led)
+            if leader.session is not own:  # a fan-out stays together; a session has its home
+                found = found._replace(checkpoints=known.copy())
+                found.checkpoints[leader.replica] = max(known[leader.replica], led)
         home = own.home if own.home in self._replicas else None
         cost = costs(self._weights, num_tokens, found, self._queued, self._live, len(self._replicas), self.rate, home)
         cost += self._absent
@@ -147,11 +150,11 @@ class Router:
             ties = np.flatnonzero(cost == cost[best])
             if len(ties) > 1:
                 best = int(ties[(self._live + self._queued)[ties].argmin()])
-        promised = expected = int(found.checkpoints[best])
+        promised = expected = int(known[best])
         if leader is not None and leader.replica == best:
             expected = max(promised, led)
         reservation = Reservation(best, num_tokens, promised, expected, own, names)
-        self._queued[best] += num_tokens - expected
+        self._queued[best] += num_tokens - promised
         if own.home is None:
             own.shared = max(float(found.pages[best]), expected)
         self._move(own, best, max(own.own, num_tokens - own.shared))
@@ -186,7 +189,7 @@ class Router:
         if not reservation.is_waiting:
             return
         reservation.is_waiting = False
-        work = reservation.num_tokens - reservation.expected
+        work = reservation.num_tokens - reservation.promised
         replica, leading = reservation.replica, self._leading
         if replica in self._replicas:
             self._queued[replica] = max(0.0, self._queued[replica] - work)

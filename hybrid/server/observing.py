@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -65,7 +66,7 @@ async def live(server: Server, call: Call) -> None:
 
 async def tree(server: Server, call: Call) -> None:
     """Answer `GET /tree`: the page of `hybrid tree`, of the tenant's namespaces, without texts."""
-    snapshot = await server.engine.call(lambda engine: of_tenant(engine, call.tenant))
+    snapshot = await server.engine.call(partial(of_tenant, tenant=call.tenant))
     await call.respond(make_page(snapshot).encode(), headers={"content-type": "text/html; charset=utf-8"})
 
 

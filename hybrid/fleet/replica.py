@@ -1,0 +1,115 @@
+"""One replica of a fleet: an engine in an actor of Ray, whose cache others follow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from hybrid.engine.engine import Engine
+from hybrid.engine.output import Accepted, RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import HybridError
+from hybrid.events.feed import Snapshot
+from hybrid.events.sockets import Publisher, new_address
+from hybrid.fleet.settings import FleetSettings
+from hybrid.fleet.state import Promise
+from hybrid.prompts.encode import Prompt
+from hybrid.serve.async_engine import AsyncEngine
+
+
+class Replica:
+    """A replica.
+
+    Args:
+        settings: of the fleet.
+    """
+
+    def __init__(self, settings: FleetSettings) -> None:
+        self._settings = settings
+        self._engine: AsyncEngine | None = None
+        self._publisher: Publisher | None = None
+
+    async def _begin(self) -> AsyncEngine:
+        settings = self._settings
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        engine = await asyncio.to_thread(
+            AsyncEngine.from_pretrained,
+            settings.model,
+            cache=settings.cache,
+            config=settings.engine,
+            when_full="refuse",
+            **settings.model_arguments,
+        )
+        feed = await engine.call(lambda own: own.cache.subscribe())
+
+        async def snapshot() -> Snapshot:
+            return await engine.call(lambda own: feed.snapshot())
+
+        if settings.events is not None:
+            self._publisher = Publisher(feed, snapshot, new_address(settings.events))
+        else:
+            import ray
+
+            address = f"tcp://{ray.util.get_node_ip_address()}:*"
+            self._publisher = Publisher(feed, snapshot, address, settings.events_key)
+        self._engine = engine
+        return engine
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Where its events are, for routers."""
+        if self._engine is None:
+            await self._begin()
+        assert self._publisher is not None
+        return {"events": self._publisher.address}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """The counts of its engine and of its cache, for the front's metrics."""
+        if self._engine is None:
+            return {}
+        engine = asdict(self._engine.stats())
+        return {"engine": engine | {"speculation": {}}, "cache": asdict(self._engine.engine.cache.stats())}
+
+    async def check_health(self) -> None:
+        """Raise when it is to be replaced."""
+        if self._engine is not None and self._engine.has_ended:
+            raise RuntimeError("the engine has ended")
+
+    async def stream(
+        self, promise: Promise, prompt: Prompt, params: SamplingParams, namespace: str
+    ) -> AsyncIterator[Accepted | RequestOutput | HybridError]:
+        """Run a request: that it was accepted, and then its outputs, without the prompt's tokens; or why not.
+
+        Args:
+            promise: what the router counted on.
+            prompt, params, namespace: as for `AsyncEngine.submit`.
+        """
+        engine = self._engine or await self._begin()
+        try:
+            stream = await engine.submit(prompt, params, namespace=namespace)
+        except HybridError as error:
+            yield error
+            return
+        try:
+            assert stream.accepted is not None
+            yield stream.accepted
+            async for output in stream:
+                yield replace(output, prompt_token_ids=[])
+        finally:
+            stream.abort()
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Run a function with the engine."""
+        engine = self._engine or await self._begin()
+        return await engine.call(function)
+
+    async def __del__(self) -> None:
+        """End: what is worth it is written to disk."""
+        if self._publisher is not None:
+            await self._publisher.close()
+        if self._engine is not None:
+            await self._engine.close()
