@@ -260,6 +260,13 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--within", type=seconds, default=5.0, help="points that watch allows between server and replay (default: 5)")
 
 
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid models`."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder, config.json or hub id of a model (default: published ones)"
+    )
+
+
 def add_parity(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid parity`."""
     parser.add_argument("--model", default="tiny", help=MODEL_HELP)
@@ -364,6 +371,16 @@ COMMANDS: tuple[Command, ...] = (
             "alike. `watch URL` reads a running server's figures, and with traffic says whether they are as predicted."
         ),
         add_arguments=add_doctor,
+    ),
+    Command(
+        name="models",
+        help="list the model families, and the bytes that models keep per page and per state",
+        description=(
+            "List the model families that run in the engine and what computes them, and for published sizes, or for a "
+            "model, the bytes of a page and of a state, and how many tokens of keys and values a state weighs. "
+            "Configurations alone are read, no weights."
+        ),
+        add_arguments=add_models,
     ),
     Command(
         name="parity",
