@@ -15,6 +15,7 @@ from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels.ops import compiled_module, is_compiled, uses_triton
 from hybrid.kernels.packed_weights import GROUPS
+from hybrid.models import gguf_file
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.falcon_h1 import FalconH1ForCausalLM
@@ -123,12 +124,19 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
     """Find a checkpoint and read its configuration.
 
     Args:
-        name: a folder, the id of a repository on the Hugging Face hub, or "tiny" for the one inside the package.
+        name: a folder, a GGUF file, the id of a repository on the Hugging Face hub, or "tiny" for the one inside the
+            package.
 
     Raises:
         CheckpointError: there is no checkpoint, or its configuration cannot be read.
         UnsupportedModelError: its architecture is not supported.
     """
+    if isinstance(name, str | Path) and gguf_file.is_gguf(Path(name)):
+        config = gguf_file.read_config(Path(name))
+        message = ARCHITECTURES[config.model_type].unsupported(config)
+        if message is not None:
+            raise UnsupportedModelError(f"{name}: {message}")
+        return CheckpointFolder(Path(name), config.model_type, config, config)
     path = _locate(name)
     raw = read_config(path / "config.json")
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
@@ -187,7 +195,7 @@ def load_model(
         return _load_by_transformers(checkpoint, dtype, device, chunk_size, quantize is not None, show)
     check_quantization(checkpoint.path, getattr(checkpoint.whole, "quantization_config", None))
     tensors = {}
-    for stored in stored_tensors(checkpoint.path).values():
+    for stored in _stored(checkpoint, family).values():
         name = stored.name.replace("model.language_model.", "model.", 1)
         if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)):
             tensors[name] = stored
@@ -235,6 +243,17 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def _stored(checkpoint: CheckpointFolder, family: type[Any]) -> Mapping[str, Stored]:
+    """The tensors of a checkpoint by name."""
+    if not gguf_file.is_gguf(checkpoint.path):
+        return stored_tensors(checkpoint.path)
+    with torch.device("meta"):
+        model: CausalLM = family(checkpoint.config, 64)
+    layouts = (family.layouts(name, checkpoint.config) for name, _ in model.named_parameters())
+    names = {source.name for ways in layouts for sources in ways for source in sources}
+    return gguf_file.read_tensors(checkpoint.path, checkpoint.config, names)
 
 
 def _load_by_transformers(
@@ -294,6 +313,8 @@ def has_predictor(checkpoint: CheckpointFolder) -> bool:
     Raises:
         CheckpointError: its weights cannot be read.
     """
+    if gguf_file.is_gguf(checkpoint.path):
+        return False
     return any(stored.name.startswith(MTP) for stored in stored_tensors(checkpoint.path).values())
 
 

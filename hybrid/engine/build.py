@@ -26,6 +26,7 @@ from hybrid.kernels.ops import check_gpu_kernels, multiplies_pairs, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.causal_lm import CausalLM
+from hybrid.models.gguf_file import is_gguf, read_tokenizer
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import QUANTIZATIONS, CheckpointFolder, can_quantize, load_model, open_checkpoint
@@ -118,7 +119,8 @@ def load(
     except RuntimeError as error:
         raise ArgumentError(str(error)) from error
     checkpoint = open_checkpoint(model)
-    tokenizer = load_tokenizer(checkpoint.path)
+    is_one_file = is_gguf(checkpoint.path)
+    tokenizer = read_tokenizer(checkpoint.path) if is_one_file else load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
     log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
     if quantize is not None and not can_quantize(place):
