@@ -494,7 +494,7 @@ class Loader:
             elif self.group is None:
                 size += aligned(elements)
             else:
-                size += aligned(num_bytes(*self.shapes[name], self.group))
+                size += aligned(num_bytes(self.shapes[name][0], self.shapes[name][1], self.group))
         return WeightMemory(size, self.device)
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
