@@ -127,7 +127,7 @@ def pools_of(sizes: Sizes, memory: int, state_ratio: float = STATE_RATIO) -> tup
 
 
 def running_of(slots: int) -> int:
-    """Requests that run at a time, at most, where there are so many slots of states."""
+    """Requests that run at a time, at most, with a number of slots of states."""
     return max(1, min(MAX_RUNNING, slots // SLOTS_PER_RUNNING))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -94,6 +95,12 @@ class Reader:
         self.num_unknown: int = 0
         self._following, self._of_namespace = following, of_namespace
         self._known: dict[Any, tuple[bytes, int]] = {}  # by their hash: our name, and the tokens up to there
+        self._places: Counter[Any] = Counter()  # groups and tiers that have a block; without any it is forgotten
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are there."""
+        return len(self._known)
 
     def read(self, content: bytes) -> list[Change]:
         """The changes of a batch.
@@ -111,6 +118,7 @@ class Reader:
         kind = event["type"]
         if kind == "AllBlocksCleared":
             self._known.clear()
+            self._places.clear()
             return [Change(False, EVERYTHING, b"", 0)]
         tier = TIERS.get(event.get("medium"), HOST)
         if kind == "BlockRemoved":
@@ -121,7 +129,7 @@ class Reader:
             return []
         return self._pages(event, tier)
 
-    def _pages(self, event: dict[str, Any], tier: str) -> list[Change]:
+    def _pages(self, event: dict[str, Any], tier: str, counts: int = 1) -> list[Change]:
         parent, size = event["parent_block_hash"], int(event["block_size"])
         if parent is None:
             before, num_tokens = self._of_namespace(_namespace(event)), 0
@@ -139,13 +147,15 @@ class Reader:
         for block, name in zip(hashes, names, strict=True):
             num_tokens += size
             self._known[block] = name, num_tokens
+            self._places[block] += counts
         return [Change(True, PAGES, b"".join(names), num_tokens, tier, parent=before, ids=ids.tobytes())]
 
     def _states(self, event: dict[str, Any], tier: str) -> list[Change]:
         if event.get("token_ids"):
-            self._pages({**event, "group_idx": PAGES_GROUP}, tier)  # names them; of pages there is an event besides
+            self._pages(event, tier, counts=0)  # names them; of pages there is an event besides
         found = [self._known[block] for block in event["block_hashes"] if block in self._known]
         self.num_unknown += len(event["block_hashes"]) - len(found)
+        self._places.update(block for block in event["block_hashes"] if block in self._known)
         return [Change(True, CHECKPOINT, name, num_tokens, tier) for name, num_tokens in found]
 
     def _removed(self, event: dict[str, Any], tier: str) -> list[Change]:
@@ -158,6 +168,9 @@ class Reader:
                 changes.append(Change(False, PAGES, found[0], found[1], tier))
             if group != PAGES_GROUP:
                 changes.append(Change(False, CHECKPOINT, found[0], found[1], tier))
+            self._places[block] -= 1
+            if group is None or self._places[block] <= 0:
+                del self._known[block], self._places[block]
         return changes
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -96,6 +98,7 @@ def start(
     events are."""
     if settings.events_key is None and settings.events is None:
         settings = replace(settings, events=tempfile.mkdtemp(prefix="hybrid-fleet-"))
+        atexit.register(shutil.rmtree, settings.events, ignore_errors=True)
     serve.start(http_options={"host": host, "port": port})
     app = application(settings, num_replicas, num_cpus=num_cpus, drain_seconds=drain_seconds)
     serve.run(app, name=settings.name, route_prefix="/")

@@ -67,6 +67,9 @@ def test_blocks_of_others_get_our_names_by_their_tokens() -> None:
     assert own.num_unknown == 1
     gone = own.read(batch({"type": "BlockRemoved", "block_hashes": [12, 7], "medium": "GPU", "group_idx": 1}))
     assert [(one.born, one.kind, one.each_name) for one in gone] == [(False, "checkpoint", [NAMES[1]])]
+    assert own.num_blocks == 3  # the page of 12 is there
+    own.read(batch({"type": "BlockRemoved", "block_hashes": [13, 12, 11], "medium": "GPU", "group_idx": 0}))
+    assert own.num_blocks == 0
 
 
 def test_events_without_names_of_their_fields_as_older_versions_send_them_and_without_groups_as_sglang() -> None:
