@@ -207,12 +207,15 @@ def has_triton() -> bool:
     return found
 
 
-def check_gpu_kernels(device: torch.device) -> None:
-    """Check that the kernels of a device are installed.
+def check_kernels(device: torch.device) -> None:
+    """Check that the kernels of a device are installed, and that a CPU is one that they can be compiled for.
 
     Raises:
         RuntimeError: operations on the device are computed by Triton kernels, and Triton is not installed.
+        ValueError: `HYBRID_KERNELS` has no such value, or `HYBRID_CPU_LEVEL` names what this CPU lacks.
     """
+    if is_compiled(device):
+        compiled_module("target")
     if not has_triton() and uses_triton(device):
         raise RuntimeError(
             f"the kernels for {device.type} need Triton, which is not installed: {INSTALL_GPU}, or run on the CPU "
@@ -231,7 +234,7 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
             installed.
     """
     op = OPS[name.removeprefix(BATCH_DEPENDENT)]
-    check_gpu_kernels(device)
+    check_kernels(device)
     if not uses_triton(device) or not op.has_kernel:
         found = op.compiled_function() if device.type == "cpu" else None
         if found is not None:
@@ -265,10 +268,9 @@ def is_compiled(device: torch.device) -> bool:
     return device.type == "cpu" and setting() == "auto"
 
 
-def multiplies_pairs() -> bool:
-    """Tell whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of
-    numbers."""
-    return setting() == "auto" and bool(compiled_module("target").HAS_PAIRS)
+def prefers_bfloat16() -> bool:
+    """Tell whether compiled operations on bfloat16 are faster than those on float32 at the level of this CPU."""
+    return setting() == "auto" and bool(compiled_module("target").PREFERS_BFLOAT16)
 
 
 def choose_again() -> None:

@@ -150,7 +150,7 @@ def tiny() -> Any:
 def float32_by_default() -> Iterator[None]:
     """Engines of tests that ask for no type run in float32 on every CPU: tests mean the same on all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybrid.engine.build.multiplies_pairs", lambda: False)
+        patch.setattr("hybrid.engine.build.prefers_bfloat16", lambda: False)
         yield
 
 

@@ -85,6 +85,6 @@ def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch:
         Engine.from_pretrained("tiny", device="cuda")
     with pytest.raises(RuntimeError, match="need Triton, which is not installed"):
         ops.implementation("rms_norm", torch.device("cuda"))
-    ops.check_gpu_kernels(torch.device("cpu"))
+    ops.check_kernels(torch.device("cpu"))
     monkeypatch.setenv("HYBRID_KERNELS", "reference")
-    ops.check_gpu_kernels(torch.device("cuda"))
+    ops.check_kernels(torch.device("cuda"))

@@ -6,7 +6,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
 from hybrid.memory.digests import ContentWriter
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.fingerprint import Fingerprint, order_of_sums
 from hybrid.version import __version__
 
 
@@ -42,6 +42,7 @@ def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, determi
         page=writer.page_layout(),
         checkpoint=writer.checkpoint_layout(),
         deterministic=deterministic,
+        sums=order_of_sums(),
         version=__version__,
     )
 

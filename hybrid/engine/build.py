@@ -22,7 +22,7 @@ from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
-from hybrid.kernels.ops import check_gpu_kernels, multiplies_pairs, setting
+from hybrid.kernels.ops import check_kernels, compiled_module, is_compiled, prefers_bfloat16, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.causal_lm import CausalLM
@@ -115,14 +115,14 @@ def load(
     place, asked = resolve_device(device), check_dtype(dtype)
     quantize = None if load_dtype is None else QUANTIZATIONS[load_dtype]
     try:
-        check_gpu_kernels(place)
-    except RuntimeError as error:
+        check_kernels(place)
+    except (RuntimeError, ValueError) as error:
         raise ArgumentError(str(error)) from error
     checkpoint = open_checkpoint(model)
     is_one_file = is_gguf(checkpoint.path)
     tokenizer = read_tokenizer(checkpoint.path) if is_one_file else load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
-    log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
+    log.info("%s runs on %s in %s: %s%s", checkpoint.path, place, resolved, reason, _level(place))
     if quantize is not None and not can_quantize(place):
         raise ArgumentError(
             f"load_dtype={load_dtype!r} needs a CPU and its compiled operations; got {place} and "
@@ -193,9 +193,14 @@ def default_dtype(checkpoint: CheckpointFolder, device: torch.device) -> tuple[t
         return stored, "the checkpoint's type"
     if stored != torch.bfloat16:
         return torch.float32, f"products of the checkpoint's {stored} are not compiled for a CPU"
-    if not multiplies_pairs():
+    if not prefers_bfloat16():
         return torch.float32, f"products of the checkpoint's {stored} are no faster on this CPU"
     return stored, "the checkpoint's type, whose products are faster on this CPU"
+
+
+def _level(device: torch.device) -> str:
+    """What operations are compiled for, in words."""
+    return f"; compiled for {compiled_module('target').LEVEL}" if is_compiled(device) else ""
 
 
 def generation_defaults(path: Path, config: Any, tokenizer: Any | None = None) -> tuple[frozenset[int], SamplingParams]:

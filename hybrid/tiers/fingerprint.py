@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid.kernels.cpu.threads import num_threads
 from hybrid.kernels.ops import OPS, compiled_module
 
-FORMAT = 1
+FORMAT = 2
 """Version of what is written. Another version is not read."""
 
 DIGEST_BYTES = 16
@@ -31,6 +31,9 @@ MAX_THREADS = 8
 
 PACKAGES = ("torch", "numba", "llvmlite", "triton", "transformers")
 """They compute, or compile what computes."""
+
+LEVEL = "HYBRID_CPU_LEVEL"
+"""Names what operations are compiled for, on machines that are to agree (`hybrid.kernels.cpu.target`)."""
 
 VARIABLES = ("HYBRID_KERNELS", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "ONEDNN_MAX_CPU_ISA")
 """They choose kernels and instructions."""
@@ -47,6 +50,7 @@ class Fingerprint:
         page_size, chunk_size: of the cache.
         page, checkpoint: the tensors of a page and of a checkpoint as it is stored, in order: names, shapes and types.
         deterministic: contents are bitwise those of cold runs.
+        sums: the order in which products are added up (`order_of_sums`): where it is another, so are bits.
         version: of this package.
         format: of what is written.
     """
@@ -57,18 +61,21 @@ class Fingerprint:
     page: str
     checkpoint: str
     deterministic: bool
+    sums: str
     version: str
     format: int = FORMAT
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Why contents made under `other` are of no use here; empty if they are.
 
-        Contents that are bitwise those of cold runs can be used where that is not required.
+        Contents that are bitwise those of cold runs can be used where that is not required, and only where it is the
+        order of sums counts.
         """
         found = []
         for name in (field.name for field in fields(self)):
             here, there = getattr(self, name), getattr(other, name)
-            if here != there and not (name == "deterministic" and there):
+            is_accepted = there if name == "deterministic" else not self.deterministic if name == "sums" else False
+            if here != there and not is_accepted:
                 found.append(f"{name} is {there!r:.200} there and {here!r:.200} here")
         return found
 
@@ -126,24 +133,31 @@ def arithmetic() -> dict[str, str]:
     """Name the machine, the packages and the choices that compute here: what the bits of results depend on besides the
     model and the settings. Where one of them is another, so may be bits."""
     on_gpu = torch.cuda.is_available()
+    is_named = not on_gpu and _is_compiled() and bool(os.environ.get(LEVEL))
+    cpu = f"any, by {LEVEL}" if is_named else f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
     return {
         **{name: _version(name) for name in PACKAGES},
         **{name: os.environ.get(name, "") for name in VARIABLES},
-        "CPU": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "CPU": cpu,
         "GPU": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if on_gpu else "",
-        "kernels": "" if on_gpu else _compiled(),
+        "kernels": order_of_sums(),
         "threads": str(num_threads()),
     }
 
 
-def _compiled() -> str:
-    """Return the abilities of the CPU that compiled operations use and that may change bits. Two of one name may differ
-    in that: a virtual machine hides instructions."""
-    if all(op.compiled_function() is None for op in OPS.values()):
+def order_of_sums() -> str:
+    """Name the order in which products are added up, and the levels of compiled operations that have it; "" where there
+    is a GPU."""
+    if torch.cuda.is_available():
         return ""
+    if not _is_compiled():
+        return "as torch adds them up"
     target: Any = compiled_module("target")
-    taken = [name for name, has in (("fma", target.HAS_FMA), ("pairs of bfloat16", target.HAS_PAIRS)) if has]
-    return f"compiled for this CPU, with {' and '.join(taken) or 'no fma'}"
+    return f"by tiles, {LEVEL} amx" if target.HAS_TILES else f"by vectors, {LEVEL} but amx"
+
+
+def _is_compiled() -> bool:
+    return any(op.compiled_function() is not None for op in OPS.values())
 
 
 def _version(package: str) -> str:

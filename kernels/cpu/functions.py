@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hybrid.kernels.cpu.kinds import BYTE, FLOAT, HALF, INTEGER, Kind
+from hybrid.kernels.cpu.target import HAS_TILES
 
 COMPILED = f"{__package__}.compiled"
 """The package of what is compiled."""
@@ -39,6 +40,11 @@ OF_NUMBERS = {
 
 OF_PRODUCTS = {"matmul": ("multiply_panels", "multiply")}
 
+TILE_PRODUCTS = ((HALF, HALF), (BYTE, HALF)) if HAS_TILES else ()
+"""Products that AMX computes, where it is used, in place of these functions."""
+
+OF_TILES = {"amx": ("multiply_tiles",)}
+
 OF_FLOATS = {
     "drafts": ("most_likely", "continue_chains"),
     "experts": ("route_experts",),
@@ -72,12 +78,19 @@ class Function(NamedTuple):
 def functions(numbers: str, is_quantized: bool) -> list[Function]:
     """Return the functions that are needed to compute with a kind of numbers, if weights are int8 or not."""
     products = [pair for pair in PRODUCTS if pair[1] == numbers and (is_quantized or pair[0] != BYTE)]
-    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_with(OF_PRODUCTS, products), *_of_any_numbers()])
+    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_of_products(products), *_of_any_numbers()])
 
 
 def all_functions() -> list[Function]:
     """Every function for every kind."""
-    return _sorted([*_with(OF_NUMBERS, NUMBERS), *_with(OF_PRODUCTS, PRODUCTS), *_of_any_numbers()])
+    return _sorted([*_with(OF_NUMBERS, NUMBERS), *_of_products(PRODUCTS), *_of_any_numbers()])
+
+
+def _of_products(pairs: Sequence[Kind]) -> Iterator[Function]:
+    tiles = [pair for pair in pairs if pair in TILE_PRODUCTS]
+    yield from _with(OF_PRODUCTS, [pair for pair in pairs if pair not in tiles])
+    yield from _with(OF_TILES, tiles)
+    yield from _with({"amx": ("make_tiles",)}, (HALF,) if tiles else ())
 
 
 def _sorted(found: list[Function]) -> list[Function]:

@@ -23,5 +23,8 @@ SCALE_BYTES = 4
 FP8_MAX = 448.0
 """The largest number of e4m3."""
 
+TILE_ROWS, TILE_NUMBERS = 16, 32
+"""Rows of a tile of AMX, and bfloat16 numbers in each (`hybrid.kernels.cpu.compiled.amx`)."""
+
 LEFT_OUT = -2
 """In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""

@@ -4,7 +4,8 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.functions import COMPILED, PRODUCTS
+from hybrid.kernels.cpu.functions import COMPILED, PRODUCTS, TILE_PRODUCTS
+from hybrid.kernels.cpu.kinds import TILE_NUMBERS, TILE_ROWS
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.memory import widen
 from hybrid.kernels.cpu.target import COLUMNS, HAS_PAIRS, HAS_WIDE_REGISTERS, LANES, PANEL_COLUMNS, PANEL_ROWS
@@ -16,7 +17,7 @@ MIN_SHARED = 1 << 16
 MIN_COPIED = 1 << 14
 """Elements of x that are worth a thread where they are copied."""
 
-MANY_ROWS = 320 if HAS_WIDE_REGISTERS else 40
+MANY_ROWS = 320 if HAS_PAIRS else 128 if HAS_WIDE_REGISTERS else 40
 """Rows of x from which on it is worth to copy them and the weight first: with wide registers not before they are more
 than the second cache holds."""
 
@@ -24,6 +25,8 @@ _multiply = Compiled(f"{COMPILED}.matmul", "multiply")
 _widen_pairs = Compiled(f"{COMPILED}.matmul", "widen_pairs")
 _make_panels = Compiled(f"{COMPILED}.matmul", "make_panels")
 _multiply_panels = Compiled(f"{COMPILED}.matmul", "multiply_panels")
+_make_tiles = Compiled(f"{COMPILED}.amx", "make_tiles")
+_multiply_tiles = Compiled(f"{COMPILED}.amx", "multiply_tiles")
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -50,6 +53,9 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
         kind_of("multiply", x, weight, lies_right=False)
     (rows, inner), outputs = x.shape, weight.shape[0]
     x, weight = by_rows(x), by_rows(weight)
+    if kinds in TILE_PRODUCTS:
+        _multiply_by_tiles(output, x, weight, scale)
+        return
     if x.dtype not in (weight.dtype, torch.float32):
         x = widen(x, torch.empty(x.shape))
     if rows >= MANY_ROWS:
@@ -85,3 +91,17 @@ def _multiply_many(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | No
     numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps, of_row, taken, made)
     kinds, most = (KINDS[weight.dtype], KINDS[output.dtype]), rows * inner * outputs // MIN_SHARED
     run(_multiply_panels, kinds, numbers_of_product, outputs, PANEL_COLUMNS, most)
+
+
+def _multiply_by_tiles(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:
+    """The product of bfloat16 rows with a weight of bfloat16 or bytes by AMX."""
+    (rows, inner), outputs = x.shape, weight.shape[0]
+    steps, used = -(-inner // TILE_NUMBERS), -(-rows // TILE_ROWS)
+    tiles = torch.empty((used + used % 2) * TILE_ROWS, steps * TILE_NUMBERS, dtype=x.dtype)
+    args = x.data_ptr(), tiles.data_ptr(), x.stride(0), rows, inner, steps
+    run(_make_tiles, KINDS[x.dtype], args, used, 1, x.numel() // MIN_COPIED)
+    addresses = tiles.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
+    size, is_scaled = weight.element_size(), int(scale is not None)
+    sizes = weight.stride(0), output.stride(0), rows, inner, steps, size, is_scaled
+    kinds, most = (KINDS[weight.dtype], KINDS[output.dtype]), rows * inner * outputs // MIN_SHARED
+    run(_multiply_tiles, kinds, (*addresses, *sizes), outputs, 2 * TILE_ROWS, most)

@@ -1,4 +1,4 @@
-"""The type that a model runs in where none is asked for, on CPUs that multiply pairs of bfloat16 numbers and others."""
+"""The type that a model runs in where none is asked for, on CPUs on which bfloat16 is faster and others."""
 
 import json
 import logging
@@ -13,19 +13,19 @@ import torch
 from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, busy_batch, second_turn
 from hybrid.engine import build
-from hybrid.kernels.ops import multiplies_pairs
+from hybrid.kernels.ops import prefers_bfloat16
 from hybrid.models.loading import TINY, CheckpointFolder, open_checkpoint
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=[True, False], ids=["with pairs", "without"])
-def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Tell whether the CPU multiplies pairs."""
-    has_pairs: bool = request.param
-    monkeypatch.setattr(build, "multiplies_pairs", lambda: has_pairs)
-    return has_pairs
+@pytest.fixture(params=[True, False], ids=["faster", "no faster"])
+def is_faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Tell whether bfloat16 is faster on the CPU."""
+    found: bool = request.param
+    monkeypatch.setattr(build, "prefers_bfloat16", lambda: found)
+    return found
 
 
 class Config:
@@ -41,16 +41,16 @@ def stating(own: torch.dtype | None, whole: torch.dtype | None = None) -> Checkp
 
 @pytest.mark.parametrize("stored", [FLOAT, BRAIN, HALF, None])
 def test_on_a_cpu_it_is_bfloat16_only_where_the_checkpoint_and_the_cpu_have_it(
-    stored: torch.dtype | None, pairs: bool
+    stored: torch.dtype | None, is_faster: bool
 ) -> None:
     found, reason = build.default_dtype(stating(stored), CPU)
-    assert found == (BRAIN if stored == BRAIN and pairs else FLOAT)
+    assert found == (BRAIN if stored == BRAIN and is_faster else FLOAT)
     assert ("faster" in reason) == (stored == BRAIN)
     assert ("float16 are not compiled" in reason) == (stored == HALF)
 
 
 @pytest.mark.parametrize("stored", [FLOAT, BRAIN, HALF])
-def test_on_a_gpu_it_is_that_of_the_checkpoint(stored: torch.dtype, pairs: bool) -> None:
+def test_on_a_gpu_it_is_that_of_the_checkpoint(stored: torch.dtype, is_faster: bool) -> None:
     assert build.default_dtype(stating(stored), GPU)[0] == stored
 
 
@@ -65,41 +65,41 @@ def test_vision_language_checkpoints_state_it_inside_or_outside(place: str, tmp_
     assert build.default_dtype(open_checkpoint(tmp_path), GPU)[0] == BRAIN
 
 
-def test_an_engine_runs_in_it_and_says_why_once(pairs: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_runs_in_it_and_says_why_once(is_faster: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hybrid.engine.build")
     engine = Engine.from_pretrained("tiny", device="cpu", cache=CacheConfig(memory="16MiB"))
-    expected = BRAIN if pairs else FLOAT
+    expected = BRAIN if is_faster else FLOAT
     assert engine.cache.kv.dtype == expected
     assert engine.deterministic
     lines = [record.getMessage() for record in caplog.records if record.name == "hybrid.engine.build"]
     assert len([line for line in lines if f"on cpu in {expected}: " in line]) == 1
 
 
-def test_what_is_asked_for_is_taken(pairs: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_asked_for_is_taken(is_faster: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hybrid.engine.build")
-    other = "float32" if pairs else "bfloat16"
+    other = "float32" if is_faster else "bfloat16"
     engine = Engine.from_pretrained("tiny", device="cpu", dtype=other, cache=CacheConfig(memory="16MiB"))
     assert engine.cache.kv.dtype == build.DTYPES[other]
     assert "as asked for" in caplog.text
 
 
-def test_hits_are_bitwise_cold_runs_in_it(pairs: bool) -> None:
+def test_hits_are_bitwise_cold_runs_in_it(is_faster: bool) -> None:
     judge = Judge(Engine.from_pretrained("tiny", device="cpu", cache=CacheConfig(memory="64MiB", chunk_size=16)))
     assert [check for check in (second_turn(judge), busy_batch(judge)) if not check.passed] == []
 
 
-# Which CPUs multiply pairs
+# On which CPUs
 
 
-@pytest.mark.parametrize(("features", "expected"), [("+fma,+avx512f,+avx512bf16", True), ("+fma,+avx512f", False)])
-def test_pairs_are_multiplied_where_the_cpu_has_the_instruction(features: str, expected: bool) -> None:
-    program = "from hybrid.kernels.ops import multiplies_pairs; print(multiplies_pairs())"
+@pytest.mark.parametrize(("features", "expected"), [("+avx,+fma,+avx512f", True), ("+avx,+fma", False)])
+def test_it_is_bfloat16_where_registers_are_wide(features: str, expected: bool) -> None:
+    program = "from hybrid.kernels.ops import prefers_bfloat16; print(prefers_bfloat16())"
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "HYBRID_KERNELS": "auto"}
     command = [sys.executable, "-W", "ignore", "-c", program]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(expected)
 
 
-def test_pairs_are_not_multiplied_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_float32_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", "reference")
-    assert not multiplies_pairs()
+    assert not prefers_bfloat16()

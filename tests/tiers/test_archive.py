@@ -19,7 +19,7 @@ from hybrid.tiers.archive import Archive, ArchivedNode, read_archive
 from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
 
 FINGERPRINT = Fingerprint(
-    model="m", page_size=2, chunk_size=2, page="kv", checkpoint="state", deterministic=True, version="1"
+    model="m", page_size=2, chunk_size=2, page="kv", checkpoint="state", deterministic=True, sums="", version="1"
 )
 
 

@@ -58,16 +58,23 @@ def test_where_bits_do_not_count_neither_do_kernels(
     assert life(tiny, tmp_path, deterministic=False)[2] == 5 * GRID
 
 
-def test_a_cpu_of_the_same_name_that_hides_an_instruction_computes_in_the_next_life(
+def test_products_by_tiles_compute_in_the_next_life(
     tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers below the normal ones are zeros to the instruction that multiplies pairs of bfloat16 alone."""
     target = pytest.importorskip("hybrid.kernels.cpu.target")
     life(tiny, tmp_path)
-    monkeypatch.setattr(target, "HAS_PAIRS", not target.HAS_PAIRS)
+    monkeypatch.setattr(target, "HAS_TILES", not target.HAS_TILES)
     found = life(tiny, tmp_path)
     assert found[2] == 0
-    assert re.search("kernels is 'compiled.*' there and 'compiled.*' here", found[3])
+    assert re.search("sums is 'by vectors.*' there and 'by tiles.*' here", found[3])
+
+
+def test_machines_with_the_same_level_are_not_asked_for_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet of several processors agrees."""
+    monkeypatch.setattr("hybrid.tiers.fingerprint._processor", lambda: "another processor")
+    assert arithmetic()["CPU"].startswith("another processor")
+    monkeypatch.setenv("HYBRID_CPU_LEVEL", "avx2")
+    assert arithmetic()["CPU"] == "any, by HYBRID_CPU_LEVEL"
 
 
 def test_it_names_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:

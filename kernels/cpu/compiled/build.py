@@ -23,6 +23,7 @@ from numba.core.caching import FunctionCache
 
 from hybrid.kernels.cpu.functions import Function
 from hybrid.kernels.cpu.kinds import Kind
+from hybrid.kernels.cpu.target import LEVEL
 
 try:
     import fcntl
@@ -83,7 +84,7 @@ class FunctionsCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
     """Numba's cache of a function, which knows all of its sources, and never fails."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return *super()._index_key(sig, codegen), sources()
+        return *super()._index_key(sig, codegen), LEVEL, sources()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:

@@ -7,7 +7,8 @@ or on its neighbours.
 
 bfloat16 numbers are 16 bits of memory (`uint16`); arithmetic is fp32. Two rows of them are multiplied in *pairs*, in
 the order of the instruction that some CPUs have for it: elements 2i and 2i + 1 are added to sum i % LANES, the second
-one first. On other CPUs two `fma` do the same. (Numbers below the normal ones are zeros to that instruction alone.)
+one first. At other levels (`target.LEVELS`) two `fma` do the same, with the same bits: numbers below the normal ones
+are zeros to both (`compiled.team`).
 """
 
 from collections.abc import Callable

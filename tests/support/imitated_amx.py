@@ -1,0 +1,71 @@
+"""The program that runs products by AMX as another program computes its instructions (`support.imitated_tiles`). Prints
+what it found as JSON.
+
+    HYBRID_CPU_LEVEL=amx NUMBA_CPU_FEATURES=... python tests/support/imitated_amx.py
+"""
+
+import json
+import random
+import sys
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.cpu import permission
+
+SHAPES = [(64, 32), (34, 50), (150, 77), (96, 513), (6, 3)]
+"""Numbers of a row, and rows of the weight."""
+
+ROWS = (1, 2, 7, 16, 17, 32, 33, 64, 257)
+
+
+def expected(x: Tensor, w: Tensor) -> Tensor:
+    """The products in fp32, added up as Intel's manual describes it."""
+    length = -(-x.shape[1] // 32) * 32
+    x, w = (torch.nn.functional.pad(each.float(), (0, length - each.shape[1])) for each in (x, w))
+    total = torch.zeros(len(x), len(w))
+    for step in range(0, length, 32):
+        of_places = [torch.zeros(len(x), len(w)), torch.zeros(len(x), len(w))]
+        for place in range(step, step + 32):
+            # the product is exact in fp64, and its sum with a number of fp32 is hardly ever rounded twice
+            product = x[:, place, None].double() * w[None, :, place].double()
+            of_places[place % 2] = (of_places[place % 2].double() + product).float()
+        total += of_places[0] + of_places[1]
+    return total
+
+
+def main() -> None:
+    permission.ask_for_tiles = lambda: True  # before it is asked for
+    from support.imitated_tiles import install
+
+    install()
+    torch.set_num_threads(1)
+    from hybrid.kernels.cpu.matmul import multiply
+    from hybrid.kernels.cpu.target import LEVEL
+
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    wrong = []
+    for length, outputs in SHAPES:
+        half = torch.randn(max(ROWS), length // 2, generator=generator)
+        x = torch.cat((half, half), 1).bfloat16()  # products cancel out: their order is seen in what is left
+        scale = torch.rand(outputs, generator=generator)
+        narrow = torch.randn(outputs, length // 2, generator=generator)
+        narrow = torch.cat((narrow, -narrow), 1).bfloat16()
+        bytes_of_w = (narrow.float() * 40).round().clamp(-127, 127).to(torch.int8)
+        for w, factors in ((narrow, None), (bytes_of_w, scale)):
+            sums = expected(x[:16], w)
+            alone = multiply(x[:16], w, factors)
+            right = (sums if factors is None else sums * factors).bfloat16()
+            if not torch.equal(alone, right):
+                wrong.append(f"{length} x {outputs}, {w.dtype}: another order of sums")
+            for rows in ROWS:
+                block = x[torch.tensor(rng.choices(range(max(ROWS)), k=rows))]
+                row, place = rng.randrange(16), rng.randrange(rows)
+                block[place] = x[row]
+                if not torch.equal(multiply(block, w, factors)[place], alone[row]):
+                    wrong.append(f"{length} x {outputs}, {w.dtype}: row {place} of {rows}")
+    json.dump({"level": LEVEL, "wrong": wrong}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
