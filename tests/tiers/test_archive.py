@@ -167,7 +167,7 @@ def node_fields(node: ArchivedNode) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: m["fingerprint"].update(format=0), "it has version 0 of the format, and version 1 is read"),
+        (lambda m: m["fingerprint"].update(format=0), "it has version 0 of the format, and version 2 is read"),
         (lambda m: m["fingerprint"].update(page_size=0), "pages are of 0 tokens"),
         (lambda m: m["fingerprint"].update(model=7), "its fingerprint has other fields"),
         (lambda m: m["nodes"][1].update(parent=1), "node 1 comes before the node above it"),
