@@ -229,20 +229,16 @@ def memory_pressure(judge: Judge) -> Check:
     """More requests than the memory holds: eviction and retraction.
 
     Every request needs one more page while it decodes. How many are admitted depends on the sizes of a page and a
-    state, so that sizes are tried until one is retracted. The first suffices for all families. Where a state is as
-    large as many pages, what is left beside the admitted requests may be, too: up to the size of two states, memory
-    grows by three pages, which is less than the requests need. The second time some prompts are those of the first
-    time, and others share what these share.
+    state, so that sizes are tried until one is retracted. The first suffices for all families; where a state is as
+    large as many pages, what is left beside a state that several requests share has room for what they need, and fewer
+    states do. The second time some prompts are those of the first time, and others share what these share.
     """
     page_size = judge.engine.cache.config.page_size
-    page_bytes, state_bytes = judge.engine.cache.unit_bytes
     longest = -(-(6 * judge.grid + 24) // page_size)
-    sizes = [longest * percent // 100 for percent in (225, 250, 300, 200, 175, 150, 125, 110)]
-    sizes += range(longest, longest + ceil_div(2 * state_bytes, page_bytes), 3)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for pages in sizes:
-        warm = judge.warm(pages=pages, states=5, longest=longest)
+    for states, percent in product((5, 4, 3), (225, 250, 300, 200, 175, 150, 125, 110)):
+        warm = judge.warm(pages=longest * percent // 100, states=states, longest=longest)
         outputs = []
         for missing_of_each in ((20, 14, 9, 5), (20, 15, 10, 5)):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in missing_of_each]
