@@ -7,7 +7,6 @@ import signal
 import numpy as np
 from numba import cfunc, njit, types
 
-from hybrid.kernels.cpu.compiled.team import _flush_subnormals, _put_back
 from hybrid.kernels.cpu.compiled.vectors import as_float, fma, numbers
 
 TILES, ROWS, ROW = 8, 16, 64
@@ -27,6 +26,15 @@ _RIP = 16
 _BYTE, _HALF, _INT, _LONG, _FLOAT = np.uint8(0), np.uint16(0), np.int32(0), np.int64(0), np.float32(0)
 
 _abort = types.ExternalFunction("abort", types.void())
+
+
+_SMALLEST = np.float32(1.17549435e-38)
+
+
+@njit
+def _flushed(x):
+    """0 in the place of a subnormal number, with its sign."""
+    return x * np.float32(0) if abs(x) < _SMALLEST else x
 
 
 @njit
@@ -50,13 +58,13 @@ def _add_products(total, x, y):
             for pair in range(_bytes(x) // 4):
                 right = numbers(_STATE + (y * ROWS + pair) * ROW, _HALF)
                 for place in range(2):
-                    a = as_float(np.int32(np.uint32(left[2 * pair + place]) << np.uint32(16)))
-                    b = as_float(np.int32(np.uint32(right[2 * column + place]) << np.uint32(16)))
+                    a = _flushed(as_float(np.int32(np.uint32(left[2 * pair + place]) << np.uint32(16))))
+                    b = _flushed(as_float(np.int32(np.uint32(right[2 * column + place]) << np.uint32(16))))
                     if place == 0:
-                        even = fma(a, b, even)
+                        even = _flushed(fma(a, b, even))
                     else:
-                        odd = fma(a, b, odd)
-            own[column] = own[column] + (even + odd)
+                        odd = _flushed(fma(a, b, odd))
+            own[column] = _flushed(_flushed(own[column]) + _flushed(even + odd))
 
 
 @njit
@@ -95,9 +103,7 @@ def _compute(_signal, _info, context):
         elif opcode == 0x49 and prefix == 3:
             _clear(register)
         elif opcode == 0x5C and prefix == 2:
-            before = _flush_subnormals()
             _add_products(register, other, 15 - (second >> 3 & 15))
-            _put_back(before)
         else:
             _abort()
         registers[_RIP] += size

@@ -69,9 +69,12 @@ def test_products_by_tiles_compute_in_the_next_life(
     assert re.search("sums is 'by vectors.*' there and 'by tiles.*' here", found[3])
 
 
-def test_machines_with_the_same_level_are_not_asked_for_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_the_same_level_are_not_asked_for_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fleet of several processors agrees."""
-    monkeypatch.setattr("hybrid.tiers.fingerprint._processor", lambda: "another processor")
+    (tmp_path / "cpuinfo").write_text("model name : another processor")
+    monkeypatch.setattr("hybrid.tiers.fingerprint.CPUINFO", tmp_path / "cpuinfo")
     assert arithmetic()["CPU"].startswith("another processor")
     monkeypatch.setenv("HYBRID_CPU_LEVEL", "avx2")
     assert arithmetic()["CPU"] == "any, by HYBRID_CPU_LEVEL"
