@@ -271,6 +271,10 @@ SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
 )
 
 
+OF_VARIANTS: tuple[Callable[[Judge], Check], ...] = (repeated_prompt, busy_batch, memory_pressure)
+"""The scenarios of a checkpoint that differs from another one of its type in sizes and storage."""
+
+
 def compared_with_transformers(judge: Judge) -> list[int]:
     """The prompt whose logits are compared with those of transformers' own model.
 
@@ -403,8 +407,15 @@ def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32", note: N
         return check_all(model, seed, dtype, process, note)
 
 
-def check_all(model: str | Path, seed: int, dtype: str, process: Executor, note: Note = _quiet) -> Parity:
-    """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
+def check_all(
+    model: str | Path, seed: int, dtype: str, process: Executor, note: Note = _quiet, is_variant: bool = False
+) -> Parity:
+    """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile.
+
+    Args:
+        is_variant: it differs in sizes and storage alone from one that every check is run on: `OF_VARIANTS` are run,
+            and logits are compared.
+    """
     note("loading the model")
     started = time.process_time()
     compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
@@ -414,13 +425,15 @@ def check_all(model: str | Path, seed: int, dtype: str, process: Executor, note:
     preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
     ids, types = compared_with_transformers(judge), dict.fromkeys(("float32", dtype))
     theirs = [process.submit(transformers_logits, checkpoint.path, ids, each) for each in types]
-    others = process.submit(predicted, str(model), seed, dtype) if has_predictor(checkpoint) else None
-    checks = []
-    for at, scenario in enumerate(SCENARIOS, 1):
-        note(f"hits against cold runs, {at} of {len(SCENARIOS)}: {scenario.__name__.replace('_', ' ')}")
+    drafted = not is_variant and has_predictor(checkpoint)
+    others = process.submit(predicted, str(model), seed, dtype) if drafted else None
+    checks, scenarios = [], OF_VARIANTS if is_variant else SCENARIOS
+    for at, scenario in enumerate(scenarios, 1):
+        note(f"hits against cold runs, {at} of {len(scenarios)}: {scenario.__name__.replace('_', ' ')}")
         checks.append(judge.attempt(scenario))
-    note("drafts: right ones, wrong ones, and some that are none")
-    checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
+    if not is_variant:
+        note("drafts: right ones, wrong ones, and some that are none")
+        checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
     note("logits against those of transformers")
     checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
     if others is not None:
@@ -441,8 +454,8 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
 
 
 def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in a type. Those that the installed transformers
-    computes otherwise than they were trained are left out, with a warning."""
+    """Run every check on a small random checkpoint of every family, in a type, and some of them on its variants. Those
+    that the installed transformers computes otherwise than they were trained are left out, with a warning."""
     results = {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
         for at, name in enumerate(FAMILIES):
@@ -452,7 +465,7 @@ def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet)
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith("qwen"):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, dtype, process, partial(_note_of, name, note))
+            results[name] = check_all(path, seed, dtype, process, partial(_note_of, name, note), "," in name)
     return results
 
 
