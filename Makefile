@@ -141,10 +141,10 @@ fleet-part:  # run by .ci/run where that environment is
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -c "import sysconfig; open(sysconfig.get_path('purelib') + '/venv.pth', 'w').write('$(CURDIR)/$(BIN)/../lib/python' + sysconfig.get_python_version() + '/site-packages')"
 	.venv-clients/bin/python -m pip install --quiet "openai>=3.57" "anthropic>=2.14" httpx \
-		"litellm>=1.110" "openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.60" "smolagents>=1.26" "lm-eval>=0.4.13"
+		"litellm>=1.110" "openai-agents>=0.24" "pydantic-ai-slim[openai]>=2.60" "smolagents>=1.26"
 	touch $@
 
-clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI, Anthropic and LiteLLM, agents, and lm-eval
+clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clients of OpenAI, Anthropic and LiteLLM, and by agents
 	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -rs -p no:cacheprovider tests/server
 
 # Half a minute in the environment that `make clients` has left behind.
