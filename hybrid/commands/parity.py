@@ -463,7 +463,7 @@ def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet)
                 log.warning("%s is left out: transformers before 5.23 normalises its groups all together", name)
                 continue
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
-            if name.startswith("qwen"):  # the others have none
+            if name.startswith(("qwen3_5", "qwen3_next")):  # the others have none
                 add_random_predictor(path)
             results[name] = check_all(path, seed, dtype, process, partial(_note_of, name, note), "," in name)
     return results
