@@ -69,9 +69,7 @@ def served(
     tenants = Tenants(keys or {}, () if keys else LOOPBACK)
     running = min(engine.config.max_num_seqs, requests - 1)
     own_limits = {one.name: one.config for one in (keys or {}).values()}
-    config = replace(
-        engine.config, audit=False, max_num_seqs=running, max_waiting=requests - running, tenants=own_limits
-    )
+    config = replace(engine.config, max_num_seqs=running, max_waiting=requests - running, tenants=own_limits)
     engine = Engine(engine.loaded, engine.cache, config)
     found: dict[str, Any] = {}
     began = threading.Event()
