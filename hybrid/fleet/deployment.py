@@ -97,8 +97,9 @@ def start(
     """Start a fleet, and wait until it takes requests. Ray must be connected. Returns its settings, with where its
     events are."""
     if settings.events_key is None and settings.events is None:
-        settings = replace(settings, events=tempfile.mkdtemp(prefix="hybrid-fleet-"))
-        atexit.register(shutil.rmtree, settings.events, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix="hybrid-fleet-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        settings = replace(settings, events=folder)
     serve.start(http_options={"host": host, "port": port})
     app = application(settings, num_replicas, num_cpus=num_cpus, drain_seconds=drain_seconds)
     serve.run(app, name=settings.name, route_prefix="/")
