@@ -20,6 +20,7 @@ from hashlib import blake2b
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.constants import SocketOption, SocketType
 from zmq.utils import z85
 
 from hybrid.errors import ArgumentError
@@ -93,9 +94,9 @@ class Publisher:
         self._snapshot = snapshot
         self._context = zmq.asyncio.Context()
         self._guard: AsyncioAuthenticator | None = None
-        self._socket = self._context.socket(zmq.SocketType.ROUTER)
-        self._socket.setsockopt(zmq.SocketOption.SNDHWM, MAX_BEHIND)
-        self._socket.setsockopt(zmq.SocketOption.LINGER, 0)
+        self._socket = self._context.socket(SocketType.ROUTER)
+        self._socket.setsockopt(SocketOption.SNDHWM, MAX_BEHIND)
+        self._socket.setsockopt(SocketOption.LINGER, 0)
         if key is not None:
             public, secret = key_pair(key)
             self._guard = AsyncioAuthenticator(self._context)
@@ -104,7 +105,7 @@ class Publisher:
             self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
             self._socket.curve_server = True
         self._socket.bind(address)
-        self.address: str = self._socket.getsockopt_string(zmq.SocketOption.LAST_ENDPOINT)
+        self.address: str = self._socket.getsockopt_string(SocketOption.LAST_ENDPOINT)
         self._followers: dict[bytes, float] = {}  # when they asked last
         self._sent = feed.number
         self._loop = asyncio.get_running_loop()
@@ -192,8 +193,8 @@ class Follower:
         self._feed_id = ""
         self._apply = apply
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SocketType.DEALER)
-        self._socket.setsockopt(zmq.SocketOption.LINGER, 0)
+        self._socket = self._context.socket(SocketType.DEALER)
+        self._socket.setsockopt(SocketOption.LINGER, 0)
         if key is not None:
             public, secret = key_pair(key)
             self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
