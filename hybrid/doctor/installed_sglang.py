@@ -177,9 +177,11 @@ class SglangOwnRunning:
     __slots__ = ("computed", "hit", "ids", "req", "request")
 
     def __init__(self, request: LoggedRequest, req: Any, ids: array[int]) -> None:
-        self.request, self.req, self.ids = request, req, ids
+        self.request: LoggedRequest = request
+        self.req: Any = req
+        self.ids: array[int] = ids
         self.computed: int = req.prefix_len
-        self.hit = Hit(req.prefix_len, max(req.prefix_len, req.mamba_branching_seqlen or 0))
+        self.hit: Hit = Hit(req.prefix_len, max(req.prefix_len, req.mamba_branching_seqlen or 0))
 
 
 class InstalledSglang(SglangSteps):

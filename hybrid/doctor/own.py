@@ -71,15 +71,18 @@ class OwnRunning:
     )
 
     def __init__(self, request: LoggedRequest, key: Key, found: Match) -> None:
-        self.request, self.key = request, key
-        self.hit = Hit(found.num_tokens * UNIT, found.num_page_tokens * UNIT)
-        self.computed = self.hit.num_tokens
-        self.num_pages = self.num_shared = found.num_page_tokens // GRID
+        self.request: LoggedRequest = request
+        self.key: Key = key
+        self.hit: Hit = Hit(found.num_tokens * UNIT, found.num_page_tokens * UNIT)
+        self.computed: int = self.hit.num_tokens
+        self.num_pages: int = found.num_page_tokens // GRID
+        self.num_shared: int = self.num_pages
         self.lock: PageLock | None = None
         self.state_lock: StateLock | None = None
         self.captured: dict[int, Kind | None] = {}  # None: only because memory is free
         self.lost: dict[int, NodeUsage] = {}
-        self.has_state, self.turn = False, 0
+        self.has_state: bool = False
+        self.turn: int = 0
         self.hashes: KeyHashes | None = None
 
     @property

@@ -80,18 +80,23 @@ class SglangRunning:
     def __init__(
         self, request: LoggedRequest, hashes: array[int], hit: Hit, found: SglangNode, branch: int, held: int
     ) -> None:
-        self.request, self.hashes, self.hit = request, hashes, hit
-        self.found, self.branch, self.held = found, branch, held
-        self.computed, self.own = hit.num_tokens, hit.num_tokens // PAGE
+        self.request: LoggedRequest = request
+        self.hashes: array[int] = hashes
+        self.hit: Hit = hit
+        self.found: SglangNode = found
+        self.branch: int = branch
+        self.held: int = held
+        self.computed: int = hit.num_tokens
+        self.own: int = hit.num_tokens // PAGE
 
 
 class SglangSteps:
     """How SGLang's scheduler divides requests into steps: prompts first, in parts that end at pages."""
 
-    mixes = False
-    shares_at_once = False
-    part = PART
-    max_running = MAX_RUNNING
+    mixes: bool = False
+    shares_at_once: bool = False
+    part: int = PART
+    max_running: int = MAX_RUNNING
 
     def new_step(self) -> None:
         """A step begins."""

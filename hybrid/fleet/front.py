@@ -88,7 +88,8 @@ class Encoder:
         checkpoint = open_checkpoint(settings.model)
         self.config: EngineConfig = settings.engine
         self.tokenizer: Any = load_tokenizer(checkpoint.path)
-        end_tokens, self.default_params = generation_defaults(checkpoint.path, checkpoint.config, self.tokenizer)
+        end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config, self.tokenizer)
+        self.default_params: SamplingParams = default_params
         self.model: Any = _Configured(checkpoint.config)
         device = torch.device("cpu")
         self.loaded: LoadedModel = LoadedModel(

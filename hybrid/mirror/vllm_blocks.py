@@ -38,12 +38,17 @@ class Holding:
         kept: set[int] | None,
         tables: list[list[int | None]],
     ) -> None:
-        self.hit, self.num_pages, self.num_prompt = hit, num_pages, num_prompt
-        self.tables, self.kept = tables, kept
-        self.computed, self.retired, self.cached = hit * block_size, 0, [hit] * len(tables)
+        self.hit: int = hit
+        self.num_pages: int = num_pages
+        self.num_prompt: int = num_prompt
+        self.tables: list[list[int | None]] = tables
+        self.kept: set[int] | None = kept
+        self.computed: int = hit * block_size
+        self.retired: int = 0
+        self.cached: list[int] = [hit] * len(tables)
         junction = num_pages if num_pages > hit else 0
         last = (num_prompt - 1) // block_size
-        self.stops = sorted({junction * block_size, last * block_size, num_prompt})
+        self.stops: list[int] = sorted({junction * block_size, last * block_size, num_prompt})
 
 
 class VllmBlocks:
