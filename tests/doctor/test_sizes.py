@@ -39,7 +39,7 @@ OTHERS: dict[str, tuple[PretrainedConfig, tuple[int, int, int, int]]] = {
             mamba_n_groups=1,
             mamba_d_conv=4,
         ),
-        (2 * TOKEN, 2 * ((64 + 2 * 8) * 4 * 2 + 4 * 16 * 8 * 4), 2, 2),
+        (2 * TOKEN, 2 * ((64 + 2 * 8) * 3 * 2 + 4 * 16 * 8 * 4), 2, 2),
     ),
 }
 
