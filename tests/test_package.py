@@ -174,7 +174,10 @@ def test_ranges_end_at_what_was_tried() -> None:
     lines = [*project["dependencies"], *(line for name, more in extras.items() if name != "dev" for line in more)]
     ranges = {canonicalize_name(each.name): each.specifier for each in map(Requirement, lines)}
     open_above = {name for name, found in ranges.items() if not any(each.operator == "<" for each in found)}
-    assert open_above == {"causal-conv1d"}  # it is built from its sources, against the torch at hand
+    assert open_above - {"hybrid-prefix-cache"} == {
+        "causal-conv1d"
+    }  # it is built from its sources, against the torch at hand
+    del ranges["hybrid-prefix-cache"]  # an extra may name others of this package
     assert all(any(each.operator == ">=" for each in found) for found in ranges.values())
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for name, version in pinned.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from weakref import WeakMethod
 
 from hybrid.cache.names import name_at
 from hybrid.events.change import CHECKPOINT, EVERYTHING, NAME_BYTES, PAGES, Change
@@ -19,7 +20,7 @@ class Subscriptions:
 
     Args:
         memory: whose pages and checkpoints have sizes.
-        check: raises in a thread that may not use the cache.
+        check: a method of the cache, which raises in a thread that may not use it.
 
     Attributes:
         feeds: that are open.
@@ -27,7 +28,7 @@ class Subscriptions:
 
     def __init__(self, memory: CacheMemory, check: Callable[[], None]) -> None:
         self.feeds: tuple[Feed, ...] = ()
-        self._check = check
+        self._owner = WeakMethod(check)  # without a circle: a cache that is dropped is freed at once
         sizes = memory.sizes
         self._page_bytes, self._checkpoint_bytes = (sizes.page, sizes.checkpoint) if sizes else (0, 0)
         self._tree: Tree | None = None
@@ -46,6 +47,11 @@ class Subscriptions:
         self.feeds = (*self.feeds, feed)
         self._tree.watcher = self
         return feed
+
+    def _check(self) -> None:
+        check = self._owner()
+        if check is not None:
+            check()
 
     def _close(self, feed: Feed) -> None:
         self._check()
