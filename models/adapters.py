@@ -23,7 +23,7 @@ from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import MAX_CONFIG_BYTES, parse_config, read_bytes
 from hybrid.models.layers import Linear
-from hybrid.models.moe import Router
+from hybrid.models.moe import ExpertRouter
 from hybrid.models.weights import FLOATS, Stored, tensors_of
 from hybrid.tensor_file import FileBytes, HeldBytes
 
@@ -103,7 +103,7 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
     weights: dict[nn.Module, LowRank] = {}
     used: set[str] = set()
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module is not model.lm_head and not isinstance(module, Router):
+        if isinstance(module, Linear) and module is not model.lm_head and not isinstance(module, ExpertRouter):
             found = _low_rank(path, scales, name, module, model, stored)
             if found is not None:
                 weights[module], names = found

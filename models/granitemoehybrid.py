@@ -14,7 +14,7 @@ from hybrid.models.attention import PlainAttention, head_dim_of
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear, ResidualLayer, RMSNorm
 from hybrid.models.mamba2 import Mamba2, Mamba2Sizes
-from hybrid.models.moe import Experts, Router
+from hybrid.models.moe import ExpertRouter, Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, TokenTensor
 
@@ -45,7 +45,7 @@ class GraniteExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, experts = config.hidden_size, config.num_local_experts
-        self.router: Router = Router(size, experts, config.num_experts_per_tok, normalise=True)
+        self.router: ExpertRouter = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=True)
         self.experts: Experts = Experts(size, config.intermediate_size, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -25,7 +25,7 @@ from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from hybrid.models.llama import LlamaForCausalLM, Qwen3ForCausalLM
-from hybrid.models.moe import Experts, Router
+from hybrid.models.moe import ExpertRouter, Experts
 from hybrid.models.nemotron_h import NemotronHForCausalLM
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
@@ -216,7 +216,8 @@ def load_model(
         raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
     kept = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
-    exact = frozenset(f"{name}.choice_bias" for name, module in model.named_modules() if isinstance(module, Router))
+    routers = (name for name, module in model.named_modules() if isinstance(module, ExpertRouter))
+    exact = frozenset(f"{name}.choice_bias" for name in routers)
     quantized = set() if quantize is None else {*_quantized(model, quantize)} & shapes.keys()
     loader = Loader(
         checkpoint.path,
@@ -343,7 +344,7 @@ def _quantized(model: CausalLM, quantize: Quantization) -> Iterator[str]:
 def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
     """Matrix products by name, routers aside: they multiply in fp32."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not isinstance(module, Router):
+        if isinstance(module, Linear) and not isinstance(module, ExpertRouter):
             yield name, module
 
 

@@ -17,7 +17,7 @@ from hybrid.models.layers import MLP, Linear
 from hybrid.models.weights import Layouts, Source
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Chooses the experts of a token, and their weights.
 
     Args:
@@ -47,11 +47,11 @@ class Router(Linear):
         return self.exact
 
 
-class SigmoidRouter(Router):
+class SigmoidRouter(ExpertRouter):
     """Chooses experts by the logistic function of their logits, each by itself, plus a bias that only the choice sees.
 
     Args:
-        size, num_experts, top_k: as of `Router`.
+        size, num_experts, top_k: as of `ExpertRouter`.
         normalise: whether a token's weights are divided by their sum.
         factor: of the weights.
         has_bias: there is a bias of the choice.
@@ -166,7 +166,7 @@ class SparseMoE(nn.Module):
     def __init__(self, config: Any, normalise: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.gate: Router = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
+        self.gate: ExpertRouter = ExpertRouter(size, config.num_experts, config.num_experts_per_tok, normalise)
         self.experts: Experts = Experts(size, config.moe_intermediate_size, config.num_experts)
         self.shared_expert: MLP = MLP(size, config.shared_expert_intermediate_size)
         self.shared_expert_gate: Linear = Linear(size, 1)

@@ -149,7 +149,7 @@ class Mixer:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KeptTensors:
     """What the layers of a model keep, by their numbers.
 
     Attributes:
@@ -221,7 +221,7 @@ class Pass:
     """
 
     def __init__(
-        self, layout: Layout, cache: Any, batch: Batch, kv: Tensor, state: dict[str, Tensor], chunk_size: int
+        self, layout: KeptTensors, cache: Any, batch: Batch, kv: Tensor, state: dict[str, Tensor], chunk_size: int
     ) -> None:
         self.layout = layout
         self._cache = cache
@@ -475,7 +475,7 @@ class Probe:
         self._makers: dict[nn.Module, int] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def layout(self) -> Layout:
+    def layout(self) -> KeptTensors:
         """Run the tokens."""
         cache = empty_cache(self._model)
         self._layers = cache.layers
@@ -551,7 +551,7 @@ class Probe:
             "hybrid.hf.PrefixCache, which caches prefixes inside transformers"
         )
 
-    def _found(self, cache: Any) -> Layout:
+    def _found(self, cache: Any) -> KeptTensors:
         attention: dict[int, AttentionPlace] = {}
         for layer, (keys, values) in self._kept.items():
             window = getattr(cache.layers[layer], "sliding_window", None)
@@ -570,7 +570,7 @@ class Probe:
         mixers = {
             module: Mixer(layers[module], (*places,), module in self._makers) for module, places in states.items()
         }
-        return Layout(attention, mixers)
+        return KeptTensors(attention, mixers)
 
 
 def empty_cache(model: Any) -> Any:
@@ -627,7 +627,7 @@ class TransformersModel(nn.Module):
         probe = Probe(inner)
         try:
             with torch.inference_mode():
-                self.layout: Layout = probe.layout()
+                self.layout: KeptTensors = probe.layout()
                 for module, mixer in self.layout.mixers.items():
                     module.forward = _for_each_sequence(mixer, module.forward)
                 difference = self._largest_difference()

@@ -136,7 +136,7 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """The sizes of a model, in bfloat16, states of Mamba-2 and of the delta rule in float32.
 
     Attributes:
@@ -152,7 +152,7 @@ class Row:
     state_tokens: int
 
     @classmethod
-    def of(cls, sizes: Sizes) -> Row:
+    def of(cls, sizes: Sizes) -> SizeRow:
         """The row of a model."""
         tokens = round(sizes.state_bytes / sizes.token_bytes)
         return cls(sizes.name, PAGE * sizes.token_bytes, sizes.state_bytes, tokens)
@@ -176,7 +176,7 @@ def published_sizes() -> list[Sizes]:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Print the families, and what models keep: the one that is given, or published ones."""
     sizes = [Sizes.of(args.model)] if args.model is not None else published_sizes()
-    rows = [Row.of(each) for each in sizes]
+    rows = [SizeRow.of(each) for each in sizes]
     if args.model is None:
         table = Table("model type", "state of", "computed on a CPU", "on a GPU", title="model families")
         for name, (state, cpu, gpu) in STATES.items():

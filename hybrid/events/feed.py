@@ -15,7 +15,7 @@ MAX_CHANGES = 1 << 16
 """Changes that a feed remembers unless it is asked for others: a reader that is further behind takes a snapshot."""
 
 
-class Snapshot(NamedTuple):
+class FeedSnapshot(NamedTuple):
     """All that a cache has, as births, and the number of the last change before.
 
     Attributes:
@@ -81,13 +81,13 @@ class Feed:
                 return None
             return list(islice(self._changes, len(self._changes) - missing, None))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> FeedSnapshot:
         """Take all that the cache has now. In the thread of the cache; takes about a microsecond a page.
 
         Raises:
             OwnershipError: another thread owns the cache.
         """
-        return Snapshot(self.feed_id, self.number, list(self._take()))
+        return FeedSnapshot(self.feed_id, self.number, list(self._take()))
 
     def close(self) -> None:
         """End the feed: the cache does not spend time on it any more. In the thread of the cache."""

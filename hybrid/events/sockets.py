@@ -24,7 +24,7 @@ from zmq.constants import SocketOption, SocketType
 from zmq.utils import z85
 
 from hybrid.errors import ArgumentError
-from hybrid.events.feed import Feed, Snapshot
+from hybrid.events.feed import Feed, FeedSnapshot
 from hybrid.events.wire import (
     Message,
     Question,
@@ -87,7 +87,7 @@ class Publisher:
     """
 
     def __init__(
-        self, feed: Feed, snapshot: Callable[[], Awaitable[Snapshot]], address: str, key: str | None = None
+        self, feed: Feed, snapshot: Callable[[], Awaitable[FeedSnapshot]], address: str, key: str | None = None
     ) -> None:
         check_address(address, key)
         self._feed = feed

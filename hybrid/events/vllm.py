@@ -72,7 +72,7 @@ def _event(change: Change, page_size: int, root: bytes) -> dict[str, Any]:
     }
 
 
-class Reader:
+class VllmReader:
     """Makes our changes of the batches of one vLLM or SGLang: it names each block by the tokens before it, as our
     prefixes are named, since their hashes are their own.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hybrid.events.change import CHECKPOINT, EVERYTHING, NAME_BYTES, PAGES, Change
-from hybrid.events.feed import Snapshot
+from hybrid.events.feed import FeedSnapshot
 
 VERSION = 1
 
@@ -64,7 +64,7 @@ def encode(message: Message) -> bytes:
     return _encode((VERSION, message.feed_id, message.number, message.is_snapshot, rows))
 
 
-def encode_snapshot(snapshot: Snapshot) -> bytes:
+def encode_snapshot(snapshot: FeedSnapshot) -> bytes:
     """Encode a snapshot."""
     return encode(Message(snapshot.feed_id, snapshot.number, True, snapshot.changes))
 

@@ -21,7 +21,7 @@ Sets = dict[bytes, int]
 """Replicas by digests."""
 
 
-class Found(NamedTuple):
+class Coverage(NamedTuple):
     """How much of a prompt each replica has, in tokens.
 
     Attributes:
@@ -97,7 +97,7 @@ class Index:
                 else:
                     del sets[name]
 
-    def find(self, names: Sequence[bytes]) -> Found:
+    def find(self, names: Sequence[bytes]) -> Coverage:
         """How much of a prompt each replica has.
 
         Args:
@@ -109,7 +109,7 @@ class Index:
         if self._copies:
             copies = self._deepest(self._copies, names)
         checkpoints = self._deepest(self._checkpoints, names[:known])
-        return Found(self._deepest_pages(names, known), checkpoints, copies)
+        return Coverage(self._deepest_pages(names, known), checkpoints, copies)
 
     def _deepest_pages(self, names: Sequence[bytes], known: int) -> Depths:
         """The depths of pages: sets grow towards the beginning, so that each change of them is found by bisection."""

@@ -13,7 +13,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import HybridError
-from hybrid.events.feed import Snapshot
+from hybrid.events.feed import FeedSnapshot
 from hybrid.events.sockets import Publisher, new_address
 from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import Promise
@@ -47,7 +47,7 @@ class Replica:
         )
         feed = await engine.call(lambda own: own.cache.subscribe())
 
-        async def snapshot() -> Snapshot:
+        async def snapshot() -> FeedSnapshot:
             return await engine.call(lambda own: feed.snapshot())
 
         if settings.events is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid.fleet.index import Depths, Found
+from hybrid.fleet.index import Coverage, Depths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Weights:
 def costs(
     weights: Weights,
     num_tokens: int,
-    found: Found,
+    found: Coverage,
     queued: Depths,
     live: Depths,
     num_replicas: int,

@@ -16,7 +16,7 @@ MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AnswerChange:
     """What is new of one answer.
 
     Attributes:
@@ -50,11 +50,11 @@ class Changes:
     def __init__(self, n: int) -> None:
         self._ended = [False] * n
 
-    def of(self, output: RequestOutput) -> list[Change]:
+    def of(self, output: RequestOutput) -> list[AnswerChange]:
         """Return the changes since the output before."""
         if not output.completions and output.logprobs is None and output.parsed is None:  # as most are, for every token
             is_new = output.delta or output.finish_reason is not None
-            return [Change(0, output.delta, output.delta_token_ids, None, output.finish_reason)] if is_new else []
+            return [AnswerChange(0, output.delta, output.delta_token_ids, None, output.finish_reason)] if is_new else []
         found = []
         for answer in output.outputs:
             index, new = answer.index, answer.delta_token_ids
@@ -67,7 +67,7 @@ class Changes:
         return found
 
 
-def whole(output: RequestOutput) -> list[Change]:
+def whole(output: RequestOutput) -> list[AnswerChange]:
     """The answers of a request from their beginnings to their ends."""
     found = []
     for answer in output.outputs:
@@ -80,14 +80,14 @@ def whole(output: RequestOutput) -> list[Change]:
 
 def _change(
     answer: Completion, output: RequestOutput, text: str, tokens: list[int], logprobs: Logprobs | None
-) -> Change:
-    change = Change(answer.index, text, tokens, logprobs, answer.finish_reason, output.token_bytes)
+) -> AnswerChange:
+    change = AnswerChange(answer.index, text, tokens, logprobs, answer.finish_reason, output.token_bytes)
     if (new := answer.parsed) is None:
         return change
     return replace(change, text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
 
 
-def chat_logprobs(change: Change, top: int) -> list[dict[str, Any]]:
+def chat_logprobs(change: AnswerChange, top: int) -> list[dict[str, Any]]:
     """Log-probabilities in the form of OpenAI's chat completions.
 
     Args:
@@ -100,12 +100,12 @@ def chat_logprobs(change: Change, top: int) -> list[dict[str, Any]]:
     return found
 
 
-def _entry(change: Change, token: int, logprob: float) -> dict[str, Any]:
+def _entry(change: AnswerChange, token: int, logprob: float) -> dict[str, Any]:
     raw = (change.token_bytes or {})[token]
     return {"token": raw.decode(errors="replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": [*raw]}
 
 
-def completion_logprobs(change: Change, top: int, offset: int) -> dict[str, Any]:
+def completion_logprobs(change: AnswerChange, top: int, offset: int) -> dict[str, Any]:
     """Log-probabilities in the form of OpenAI's completions.
 
     Args:
@@ -124,5 +124,5 @@ def completion_logprobs(change: Change, top: int, offset: int) -> dict[str, Any]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}
 
 
-def _text(change: Change, token: int) -> str:
+def _text(change: AnswerChange, token: int) -> str:
     return (change.token_bytes or {})[token].decode(errors="replace")

@@ -13,7 +13,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.answer_parser import ToolCall
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import Change, Changes, chat_logprobs, whole
+from hybrid.server.answers import AnswerChange, Changes, chat_logprobs, whole
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
@@ -158,7 +158,7 @@ class ChatWriter:
         usage = usage_of([output]) if self._usage_always else None
         return b"".join(self._piece(change, usage) for change in self._changes.of(output))
 
-    def _piece(self, change: Change, usage: dict[str, Any] | None) -> bytes:
+    def _piece(self, change: AnswerChange, usage: dict[str, Any] | None) -> bytes:
         delta = self._delta(change)
         logprobs = self._logprobs(change)
         reason = self._reason(change)
@@ -178,7 +178,7 @@ class ChatWriter:
             end += b',"usage":' + orjson.dumps(usage)
         return self._start + b"%d" % index + middle + end + b"}\n\n"
 
-    def _delta(self, change: Change) -> dict[str, Any]:
+    def _delta(self, change: AnswerChange) -> dict[str, Any]:
         """What of an answer is new, as a part of its message."""
         if self._tools.forced is None:
             delta: dict[str, Any] = {"content": change.text} if change.text else {}
@@ -201,13 +201,13 @@ class ChatWriter:
             return {"tool_calls": [{"index": 0, **call, "function": function}]}
         return {"tool_calls": [{"index": 0, "function": {"arguments": change.text}}]} if change.text else {}
 
-    def _logprobs(self, change: Change) -> dict[str, Any] | None:
+    def _logprobs(self, change: AnswerChange) -> dict[str, Any] | None:
         top = self._params.logprobs
         if top is None or change.logprobs is None:
             return None
         return {"content": chat_logprobs(change, top), "refusal": None}
 
-    def _reason(self, change: Change) -> str | None:
+    def _reason(self, change: AnswerChange) -> str | None:
         calls = self._tools.forced is not None or change.calls or self._num_calls[change.index]
         return "tool_calls" if calls and change.finish_reason == "stop" else change.finish_reason
 
@@ -228,7 +228,7 @@ class ChatWriter:
         choices = [self._choice(change) for change in whole(outputs[0])]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": usage_of(outputs)}
 
-    def _choice(self, change: Change) -> dict[str, Any]:
+    def _choice(self, change: AnswerChange) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": change.text, "refusal": None}
         if change.reasoning:
             message["reasoning_content"] = change.reasoning

@@ -13,7 +13,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import Change, Changes, completion_logprobs, whole
+from hybrid.server.answers import AnswerChange, Changes, completion_logprobs, whole
 from hybrid.server.call import Call
 from hybrid.server.chat import DONE, openai_error, stream_options, template_fields, usage_of
 from hybrid.server.errors import HttpError
@@ -105,7 +105,7 @@ class CompletionWriter:
         """The prefix, if there is one."""
         if not self._prefix:
             return b""
-        choices = [self._choice(0, Change(k, self._prefix, [], None, None)) for k in range(self._params.n)]
+        choices = [self._choice(0, AnswerChange(k, self._prefix, [], None, None)) for k in range(self._params.n)]
         return self._event({"choices": choices})
 
     def piece(self, at: int, output: RequestOutput) -> bytes:
@@ -135,7 +135,7 @@ class CompletionWriter:
     def _event(self, more: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._head | more) + b"\n\n"
 
-    def _choice(self, at: int, change: Change) -> dict[str, Any]:
+    def _choice(self, at: int, change: AnswerChange) -> dict[str, Any]:
         index, top = at * self._params.n + change.index, self._params.logprobs
         logprobs = None
         if top is not None and change.logprobs is not None:

@@ -10,7 +10,7 @@ import orjson
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import Change, Changes, whole
+from hybrid.server.answers import AnswerChange, Changes, whole
 from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt, what_changed
 from hybrid.server.call import Call
 from hybrid.server.chat import call_of, called
@@ -144,7 +144,7 @@ class MessageWriter:
         """What is new."""
         return b"".join(self._piece(change) for change in self._changes.of(output))
 
-    def _piece(self, change: Change) -> bytes:
+    def _piece(self, change: AnswerChange) -> bytes:
         if self._tools.forced is not None:
             only = self._tools.only
             if only is None:

@@ -13,7 +13,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.encode import Message
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import Change, Changes, whole
+from hybrid.server.answers import AnswerChange, Changes, whole
 from hybrid.server.call import Call
 from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
@@ -249,7 +249,7 @@ class ResponseWriter:
         """What is new."""
         return b"".join(self._piece(change) for change in self._changes.of(output))
 
-    def _piece(self, change: Change) -> bytes:
+    def _piece(self, change: AnswerChange) -> bytes:
         if self._tools.forced is not None:
             only = self._tools.only
             if only is None:

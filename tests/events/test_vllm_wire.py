@@ -9,7 +9,7 @@ import pytest
 msgspec = pytest.importorskip("msgspec", reason="the extra 'events' is not installed")
 
 from hybrid.events import Change  # noqa: E402
-from hybrid.events.vllm import Reader, encode  # noqa: E402
+from hybrid.events.vllm import VllmReader, encode  # noqa: E402
 from hybrid.events.wire import WireError  # noqa: E402
 from hybrid.key import Key  # noqa: E402
 from hybrid.tiers.tier import chain, following, of_namespace  # noqa: E402
@@ -19,8 +19,8 @@ IDS = [*range(100, 112)]
 NAMES = chain(Key.of(IDS).ids, "", PAGE * 4)
 
 
-def reader() -> Reader:
-    return Reader(following, of_namespace)
+def reader() -> VllmReader:
+    return VllmReader(following, of_namespace)
 
 
 def stored(ids: list[int], hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:

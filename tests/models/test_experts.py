@@ -9,7 +9,7 @@ import torch
 
 from hybrid.kernels import ops
 from hybrid.kernels.ops import linear
-from hybrid.models.moe import Router, SparseMoE
+from hybrid.models.moe import ExpertRouter, SparseMoE
 from support.tensors import same_bits
 
 SIZE, EXPERTS, TOP = 48, 16, 3
@@ -17,7 +17,7 @@ SIZE, EXPERTS, TOP = 48, 16, 3
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_routing_is_in_fp32_whatever_the_type_of_the_model(normalise: bool) -> None:
-    router = Router(SIZE, EXPERTS, TOP, normalise)
+    router = ExpertRouter(SIZE, EXPERTS, TOP, normalise)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(EXPERTS, SIZE, generator=generator).to(torch.bfloat16)
     router.weight = torch.nn.Parameter(weight, requires_grad=False)
