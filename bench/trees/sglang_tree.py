@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import runpy
 import sys
 from array import array
 from pathlib import Path
@@ -20,8 +21,8 @@ import torch
 from slots import Ids, Slots
 
 CHUNK = 64
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-importlib.import_module("support.sglang_absent").imitate()
+absent = runpy.run_path(str(Path(__file__).parents[2] / "hybrid/doctor/absent_packages.py"))  # our package is not here
+sys.meta_path.insert(0, absent["AbsentFinder"]())
 logging.disable(logging.WARNING)
 
 import sglang.srt.mem_cache.unified_cache.components.mamba as mamba  # noqa: E402
