@@ -18,6 +18,7 @@ from rich.table import Table
 from hybrid.commands.commands import Outcome
 from hybrid.doctor.sizes import Sizes
 from hybrid.models.loading import ARCHITECTURES
+from hybrid.units import format_bytes
 
 PAGE = 64
 """Tokens of a page, as by default."""
@@ -185,13 +186,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     table = Table("model", f"page of {PAGE} tokens", "state", "a state weighs", title="what models keep")
     for row in rows:
         weighs = f"{row.state_tokens} tokens" if row.state_bytes else ""
-        table.add_row(row.model, _kib(row.page_bytes), _kib(row.state_bytes), weighs)
+        state = format_bytes(row.state_bytes) if row.state_bytes else ""
+        table.add_row(row.model, format_bytes(row.page_bytes), state, weighs)
     console.print(table)
     families = {name: dict(zip(("state", "cpu", "gpu"), own, strict=True)) for name, own in STATES.items()}
     return Outcome(True, {"families": families, "models": [asdict(row) for row in rows]})
-
-
-def _kib(num_bytes: int) -> str:
-    if num_bytes >= 1 << 20:
-        return f"{num_bytes / (1 << 20):.1f} MiB"
-    return f"{num_bytes / 1024:.0f} KiB" if num_bytes else ""
