@@ -16,6 +16,7 @@ prompts that are resumed, side by side. A model whose logits differ is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -228,6 +229,7 @@ class Pass:
         cache.update = self.keep  # transformers calls it with the keys and values of each layer
         self._batch, self._kv, self._state, self._chunk_size = batch, kv, state, chunk_size
         self._prompts = _sequences(batch.prefills, batch)
+        self._decodes: list[Sequence] | None = None
         self._rows: dict[int, tuple[Tensor, AttentionPlace]] = {}
         self._alone: Alone | None = None
 
@@ -310,8 +312,10 @@ class Pass:
                 type(parts)(part.transpose(0, 1) if is_batch and part is not None else part for part in parts)
             )
 
-        prompts, decodes = self._prompts, self._batch.decodes
-        for sequence in [*prompts, *_sequences(decodes, self._batch)] if mixer.makes_keys else prompts:
+        decodes = self._batch.decodes
+        if mixer.makes_keys and self._decodes is None:
+            self._decodes = _sequences(decodes, self._batch)
+        for sequence in [*self._prompts, *(self._decodes or ())] if mixer.makes_keys else self._prompts:
             self._load(mixer, [sequence.read])
             for start, stop, slots in sequence.pieces:
                 self._alone = Alone(sequence, start, stop) if mixer.makes_keys else None
@@ -580,6 +584,17 @@ def empty_cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
+@functools.cache
+def _arguments(kind: type[Any]) -> tuple[str, bool]:
+    """The name of the cache among the arguments of a pass of a class of transformers, and whether it takes the rows
+    whose logits are computed."""
+    from transformers import GenerationMixin
+
+    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    name = next(name for name in ("cache", "past_key_values") if name in known)
+    return name, "logits_to_keep" in inspect.signature(kind.forward).parameters
+
+
 def compute(model: Any, cache: Any, tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
     """One pass of a model of transformers over tokens of a row.
 
@@ -590,11 +605,8 @@ def compute(model: Any, cache: Any, tokens: Tensor, positions: Tensor, rows: Ten
     Returns:
         `[S, vocab]` fp32.
     """
-    from transformers import GenerationMixin
-
-    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    options = {next(name for name in ("cache", "past_key_values") if name in known): cache}
-    keeps = rows is not None and "logits_to_keep" in inspect.signature(model.forward).parameters
+    cache_name, takes_rows = _arguments(model.__class__)
+    options, keeps = {cache_name: cache}, takes_rows and rows is not None
     if keeps:
         options["logits_to_keep"] = rows
     device = model.get_input_embeddings().weight.device

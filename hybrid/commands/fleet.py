@@ -7,13 +7,12 @@ import asyncio
 import logging
 import os
 import secrets
-from pathlib import Path
 
 from rich.console import Console
 
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.commands import Outcome
-from hybrid.commands.serve import KEY
+from hybrid.commands.serve import callers_of, limits_of, name_of
 from hybrid.engine.config import EngineConfig
 from hybrid.errors import ArgumentError
 
@@ -26,22 +25,11 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     try:
         from hybrid.fleet.deployment import connect, start, stop, wait_for_signal
         from hybrid.fleet.settings import FleetSettings
-        from hybrid.server.service import ServerLimits
-        from hybrid.server.tenants import EVERYONE, LOOPBACK, read_keys
+        from hybrid.server.tenants import LOOPBACK
     except ImportError as error:
         raise ArgumentError(f"hybrid fleet needs the extra 'ray': pip install '.[ray]' ({error})") from None
 
-    key = args.api_key or os.environ.get(KEY)
-    if key and args.keys:
-        raise ArgumentError("fleet: --keys has a key for each tenant; leave --api-key out")
-    keys = read_keys(args.keys) if args.keys else {key: EVERYONE} if key else {}
-    if not keys and args.host not in LOOPBACK:
-        raise ArgumentError(
-            f"fleet: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
-        )
-    limits = ServerLimits(body=args.max_body, seconds=args.timeout, tokens=args.max_tokens)
-    limits.body_bytes  # noqa: B018 - raises before a model is loaded
-    name = args.name or (Path(args.model).name if Path(args.model).is_dir() else args.model)
+    keys, limits, name = callers_of(args, "fleet"), limits_of(args), name_of(args)
     settings = FleetSettings(
         model=args.model,
         name=name,

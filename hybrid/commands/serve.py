@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,29 +18,62 @@ from hybrid.engine.engine import Engine
 from hybrid.errors import ArgumentError
 from hybrid.serve.async_engine import AsyncEngine
 
+if TYPE_CHECKING:
+    from hybrid.server.service import ServerLimits
+    from hybrid.server.tenants import Caller
+
 KEY = "HYBRID_API_KEY"
 """The environment variable with the key of all callers."""
+
+
+def callers_of(args: argparse.Namespace, command: str) -> dict[str, Caller]:
+    """The callers of a server by their keys, as the arguments of a command say; empty: no key is needed.
+
+    Raises:
+        ArgumentError: they contradict each other, or others can reach the address and no key is there.
+    """
+    from hybrid.server.tenants import EVERYONE, LOOPBACK, read_keys
+
+    key = args.api_key or os.environ.get(KEY)
+    if key and args.keys:
+        raise ArgumentError(f"{command}: --keys has a key for each tenant; leave --api-key out")
+    keys = read_keys(args.keys) if args.keys else {key: EVERYONE} if key else {}
+    if not keys and args.host not in LOOPBACK:
+        raise ArgumentError(
+            f"{command}: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
+        )
+    return keys
+
+
+def limits_of(args: argparse.Namespace) -> ServerLimits:
+    """The limits of a server, as the arguments of a command say.
+
+    Raises:
+        ArgumentError: one is none.
+    """
+    from hybrid.server.service import ServerLimits
+
+    limits = ServerLimits(body=args.max_body, seconds=args.timeout, tokens=args.max_tokens)
+    limits.body_bytes  # noqa: B018 - raises before a model is loaded
+    return limits
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """The name of the model in requests and responses."""
+    name: str = args.name or (Path(args.model).name if Path(args.model).is_dir() else args.model)
+    return name
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Serve until a signal ends it."""
     try:
-        from hybrid.server.service import Server, ServerLimits
+        from hybrid.server.service import Server
         from hybrid.server.serving import serve
-        from hybrid.server.tenants import EVERYONE, LOOPBACK, Tenants, read_keys
+        from hybrid.server.tenants import LOOPBACK, Tenants
     except ImportError as error:
         raise ArgumentError(f"hybrid serve needs the extra 'server': pip install '.[server]' ({error})") from None
 
-    key = args.api_key or os.environ.get(KEY)
-    if key and args.keys:
-        raise ArgumentError("serve: --keys has a key for each tenant; leave --api-key out")
-    keys = read_keys(args.keys) if args.keys else {key: EVERYONE} if key else {}
-    if not keys and args.host not in LOOPBACK:
-        raise ArgumentError(
-            f"serve: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
-        )
-    limits = ServerLimits(body=args.max_body, seconds=args.timeout, tokens=args.max_tokens)
-    limits.body_bytes  # noqa: B018 - raises before a model is loaded
+    keys, limits, name = callers_of(args, "serve"), limits_of(args), name_of(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     num_running = min(args.max_num_seqs, args.max_requests - 1)
     engine = Engine.from_pretrained(
@@ -65,7 +99,6 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
             server = Server(served, name, tenants, limits)
             return await serve(server, args.host, args.port, drain_seconds=args.drain, on_start=started)
 
-    name = args.name or (Path(args.model).name if Path(args.model).is_dir() else args.model)
     try:
         from uvloop import run as run_loop
     except ImportError:  # it is not for every system
