@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from hybrid.cache import tiers
 from hybrid.cache.stats import CacheStats
 from hybrid.engine.engine import Engine
 from hybrid.engine.model_runner import Pending, Runner
@@ -158,10 +159,10 @@ def failing_files(faults: Faults, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def computing_as_assumed() -> Iterator[None]:
-    """Have tiers take computing to be as slow as they assume of a model: the toy model takes no time, and next
-    to it no restore would be worth it."""
-    with patch.object(MeasuredTime, "note", lambda *_: None):
+def computing_takes(seconds: float) -> Iterator[None]:
+    """Have the tiers of caches that are made meanwhile take each computed token to take so long: beside a model that
+    takes no time, or with a disk that others use too, no restore would be worth it."""
+    with patch.object(tiers, "COMPUTE", seconds), patch.object(MeasuredTime, "note", lambda *_: None):
         yield
 
 

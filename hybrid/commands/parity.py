@@ -31,6 +31,7 @@ from rich.table import Table
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.stats import CacheStats
 from hybrid.commands.commands import Outcome
+from hybrid.commands.faults import computing_takes
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, is_comparable, write_random_checkpoint
 from hybrid.commands.toy_model import Liar
 from hybrid.engine.build import resolve_device
@@ -55,6 +56,9 @@ log: logging.Logger = logging.getLogger(__name__)
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
 ONE_TOKEN = replace(ANSWER, max_new_tokens=1)
 """Parameters of requests that are to compute their prompts and are not compared."""
+
+SLOWLY = 1.0
+"""Seconds per token: every restore is worth it and has time, however busy the disk is."""
 
 
 @dataclass(frozen=True)
@@ -735,12 +739,14 @@ def prefilled_and_decoded(judge: Judge) -> Check:
     )
 
 
+@computing_takes(SLOWLY)
 def to_host_memory_and_back(judge: Judge) -> Check:
     """Prompts and their second turns in a memory that holds few of them; host memory holds the rest."""
     warm = _few(judge, host="64MiB")
     return _evicted(judge, "evicted to host memory and back", warm)
 
 
+@computing_takes(SLOWLY)
 def to_disk_and_back(judge: Judge) -> Check:
     """Evict to a directory, from which the contents are read."""
     with TemporaryDirectory() as folder:
@@ -750,6 +756,7 @@ def to_disk_and_back(judge: Judge) -> Check:
     return check
 
 
+@computing_takes(SLOWLY)
 def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
     """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
     directory, and answers the prompts and their second turns."""
@@ -768,6 +775,7 @@ def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) ->
     )
 
 
+@computing_takes(SLOWLY)
 def generate_after_restart(
     model: str, dtype: str, config: CacheConfig, prompts: list[list[int]]
 ) -> tuple[list[RequestOutput], CacheStats]:

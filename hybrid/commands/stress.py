@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.tiers import COMPUTE
 from hybrid.commands.checkpoints import check_checkpoints, key_of
 from hybrid.commands.commands import Outcome
 from hybrid.commands.faults import (
@@ -39,7 +40,7 @@ from hybrid.commands.faults import (
     FaultyRunner,
     InjectedError,
     Intruder,
-    computing_as_assumed,
+    computing_takes,
     failing_allocations,
     failing_files,
     nan_logits,
@@ -600,8 +601,8 @@ def run_stress(
         folder = Path(stack.enter_context(TemporaryDirectory()))
         stack.enter_context(failing_files(faults, seed))
         if model is None:
+            stack.enter_context(computing_takes(COMPUTE))
             engine, toy = toy_engine(seed, faults, folder)
-            stack.enter_context(computing_as_assumed())
         else:
             engine = model_engine(model, dtype, seed, faults, folder)
             stack.callback(engine.model.register_forward_hook(nan_logits(faults)).remove)
