@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part browser newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part harness browser newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -151,6 +151,16 @@ clients: .venv/.compiled .venv-clients/.installed  ## hybrid serve, by the clien
 clients-part:  # run by .ci/run where that environment is
 	PYTHONPATH=$(CURDIR) .venv-clients/bin/python -m pytest -q -p no:cacheprovider tests/server -k "client_of or agent_of or documents"
 
+# lm-evaluation-harness, in an environment of its own that sees the packages of .venv.
+.venv-lm-eval/.installed: pyproject.toml constraints.txt .venv/.installed
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python -c "import sysconfig; open(sysconfig.get_path('purelib') + '/venv.pth', 'w').write('$(CURDIR)/$(BIN)/../lib/python' + sysconfig.get_python_version() + '/site-packages')"
+	.venv-lm-eval/bin/python -m pip install --quiet "lm-eval>=0.4.13,<0.5"
+	touch $@
+
+harness: .venv/.compiled .venv-lm-eval/.installed  ## the engine in lm-evaluation-harness, beside the harness's own model
+	PYTHONPATH=$(CURDIR) .venv-lm-eval/bin/python -m pytest -q -rs -p no:cacheprovider tests/lm_eval
+
 # Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
 # and the lowest that it allows.
 newest: .venv/.installed  ## tests that depend on other packages, with the newest versions that exist and with the lowest allowed
@@ -176,4 +186,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-fleet .venv-clients .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-vllm .venv-vllm-cpu .venv-fleet .venv-clients .venv-lm-eval .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

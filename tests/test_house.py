@@ -18,7 +18,7 @@ FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *RO
 
 ORDER = (
     "kernels < words < tree, memory, prompts, models, observe, tiers, events < mirror < cache, sglang, vllm "
-    "< speculation, doctor < engine, hf < serve < server < fleet < commands"
+    "< speculation, doctor < engine, hf < serve, lm_eval < server < fleet < commands"
 )
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""

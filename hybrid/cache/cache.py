@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -194,6 +194,7 @@ class HybridCache:
         self._owner = _Owner()
         self._subscriptions = Subscriptions(memory, self.claim)
         self.on_clear: WeakSet[Clearable] = WeakSet()
+        self._shares: dict[str, float] = {}
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
         self._begin()
@@ -239,7 +240,25 @@ class HybridCache:
         )
         if offloader is not None:
             offloader.follow(tree)
+        if self._shares:
+            self._limit(tree, self._shares)
         return tree
+
+    def limit_tenants(self, shares: Mapping[str, float]) -> None:
+        """Give tenants shares of the memory, in place of those that they had: while one holds more, it is evicted from
+        first. What it may hold while memory is free has no limit.
+
+        Args:
+            shares: parts of the memory for pages and checkpoints that are kept, by the names of tenants.
+        """
+        if shares != self._shares:
+            with self.bookkeeping():
+                self._limit(self.tree, shares)
+                self._shares = dict(shares)
+
+    def _limit(self, tree: Tree, shares: Mapping[str, float]) -> None:
+        memory = self.memory
+        tree.limit(shares, memory.pages.capacity, memory.checkpoints.capacity, memory.arena is None)
 
     # The memory
 
@@ -879,6 +898,7 @@ class HybridCache:
         if self.restores is not None:
             self.restores.count(now)
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
+        now.shares = {name: (tree.held(name), share) for name, share in self._shares.items()}
         return now
 
     def subscribe(self, limit: int = MAX_CHANGES) -> Feed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybrid.cache.explain import Explanation
 from hybrid.units import format_bytes
@@ -39,6 +39,7 @@ class CacheStats:
         dropped_hits: prefixes that were dropped because passes that resumed from them gave NaN or infinity; their
             requests were computed without them.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
+        shares: by tenants that have a share of the memory, the part of it that they hold, and their share.
         resets: how often an exception left the bookkeeping inconsistent, and the cache was emptied
             (`HybridCache.reset`).
     """
@@ -84,6 +85,7 @@ class CacheStats:
     damaged_copies: int = 0
     dropped_hits: int = 0
     policy_failure: str | None = None
+    shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     resets: int = 0
 
     def note_reset(self, before: CacheStats) -> None:
@@ -137,4 +139,8 @@ class CacheStats:
             rows.append(("disk", f"{held}; {self.disk_failure}" if self.disk_failure else held))
         if self.host_bytes_total or self.disk_bytes_total:
             rows.append(("restored", f"{self.restored_tokens} tokens, {format_bytes(self.restored_bytes)}"))
+        rows += [
+            (f"held by {name}", f"{held:.1%} of the memory; its share is {own:.1%}")
+            for name, (held, own) in self.shares.items()
+        ]
         return rows + ([("policy", self.policy_failure)] if self.policy_failure else [])

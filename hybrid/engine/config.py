@@ -28,6 +28,8 @@ class TenantConfig:
         max_running: number of its requests that run at once, at most; others of it wait. None: no limit.
         max_requests: number of its requests that wait and run, at most; another one is refused with `QueueFullError`.
             None: no limit.
+        memory_share: part of the cache's memory: while what its requests left there takes more, it is evicted from
+            before others. What several tenants use counts for the one whose request stored it last. None: no limit.
 
     Raises:
         ArgumentError: a value is out of range.
@@ -36,6 +38,7 @@ class TenantConfig:
     weight: float = 1.0
     max_running: int | None = None
     max_requests: int | None = None
+    memory_share: float | None = None
 
     def __post_init__(self) -> None:
         weight = checks.number("TenantConfig: weight", self.weight)
@@ -45,6 +48,14 @@ class TenantConfig:
         for name in ("max_running", "max_requests"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(f"TenantConfig: {name}", value, 1, remedy=", or None"))
+        if self.memory_share is not None:
+            share = checks.number("TenantConfig: memory_share", self.memory_share)
+            if not 0 < share <= 1:
+                raise ArgumentError(
+                    "TenantConfig: memory_share must be a part of the memory, as 0.25, or None; got "
+                    f"{checks.shown(self.memory_share)}"
+                )
+            object.__setattr__(self, "memory_share", share)
 
 
 @checks.known_names
@@ -140,6 +151,11 @@ class EngineConfig:
         """The weight of a tenant."""
         own = self.tenants.get(tenant)
         return own.weight if own is not None else 1.0
+
+    @property
+    def memory_shares(self) -> dict[str, float]:
+        """Shares of the cache's memory, of the tenants that have one."""
+        return {name: own.memory_share for name, own in self.tenants.items() if own.memory_share is not None}
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

@@ -174,6 +174,7 @@ class Engine:
         self.cache = cache
         self.config: EngineConfig = config or EngineConfig()
         self.config.require_chunk(cache.config.chunk_size)
+        cache.limit_tenants(self.config.memory_shares)
         self.deterministic: bool = is_deterministic(cache.config, loaded)
         self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
         captures = runner is None and loaded.device.type == "cpu" and is_captured(loaded, self.config)

@@ -605,7 +605,7 @@ class Scheduler:
             self.cacheable(request),
             request.max_len if request.was_retracted else end,
             request.params.priority,
-            request.params.tenant,
+            request.tenant,
         )
         if lease is None:
             return False

@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
-
-import orjson
 
 from hybrid.prompts.encode import Message
 from hybrid.server.errors import HttpError
@@ -39,24 +36,13 @@ class AnthropicPrompt:
     turns: list[Any] = field(default_factory=list)
     tools_ttl: str | None = None
 
-    @property
-    def digests(self) -> Digests:
-        """Digests of the system prompt, of the tools, and of each message."""
-        return digest(self.system), digest(self.tools.functions), tuple(map(digest, self.turns))
+    def digests(self, model: str | None) -> Digests:
+        """Digests of its parts.
 
-
-def digest(value: Any) -> bytes:
-    """A digest of JSON."""
-    return blake2b(orjson.dumps(value), digest_size=16).digest()
-
-
-def what_changed(before: Digests, now: Digests) -> str | None:
-    """Name what of a request differs from one before it, as Anthropic's API does; None: it continues that one."""
-    if before[1] != now[1]:
-        return "tools_changed"
-    if before[0] != now[0]:
-        return "system_changed"
-    return None if now[2][: len(before[2])] == before[2] else "messages_changed"
+        Args:
+            model: that computes it: an adapter, or None.
+        """
+        return Digests.of(model, self.system, self.tools.functions, self.turns)
 
 
 def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:

@@ -21,7 +21,7 @@ from hybrid.server.openai_messages import openai_messages
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Server, new_id
-from hybrid.server.tools import Tools, openai_tools
+from hybrid.server.tools import Tools, name_and_arguments, openai_tools
 
 DONE = b"data: [DONE]\n\n"
 
@@ -249,21 +249,19 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def called(text: str, name: str | None) -> dict[str, Any] | None:
-    """A call of a tool that had to be made.
+    """A call of a tool that had to be made. Its arguments are cut where the answer ended before they were whole.
 
     Args:
         text: its arguments; or its name and its arguments, where no name is given.
 
     Returns:
-        The call; None: the answer ended before it was whole, and does not even have a name.
+        The call; None: the answer ended before it had a name.
     """
     arguments = text
     if name is None:
-        try:
-            content = orjson.loads(text)
-        except ValueError:
+        if (found := name_and_arguments(text)) is None:
             return None
-        name, arguments = content["name"], orjson.dumps(content["arguments"]).decode()
+        name, arguments = found
     return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

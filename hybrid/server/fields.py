@@ -99,6 +99,15 @@ class Fields:
             return value
         raise self.refuse(name, "a JSON object", value)
 
+    def inner(self, name: str, field: str) -> str | None:
+        """A text in an object, which stays without it for others to read; None: absent."""
+        value = self._values.get(name)
+        if not isinstance(value, dict) or value.get(field) is None:
+            return None
+        found = Fields(value, self.path(name)).text(field)
+        self._values[name] = {other: kept for other, kept in value.items() if other != field}
+        return found
+
     def ignore(self, *names: str) -> None:
         """Take fields that change no answer."""
         for name in names:

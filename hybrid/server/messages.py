@@ -11,7 +11,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import AnswerChange, Changes, whole
-from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt, what_changed
+from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt
 from hybrid.server.call import Call
 from hybrid.server.chat import call_of, called
 from hybrid.server.errors import HttpError
@@ -19,6 +19,7 @@ from hybrid.server.fields import Fields
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed
 from hybrid.server.service import Server, new_id
+from hybrid.server.tools import whole_part
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -49,11 +50,12 @@ async def messages(server: Server, call: Call) -> None:
     fields.ignore("metadata", "service_tier")
     fields.only("speed", "standard")
     fields.close()
+    params = server.with_adapter(params, model)
     writer = MessageWriter(server, params, prompt)
     if asks_why:
         writer.diagnose(call, previous)
     body = {"messages": prompt.messages} | prompt.options
-    await server.run(call, [body], server.with_adapter(params, model), writer, is_stream=is_stream)
+    await server.run(call, [body], params, writer, is_stream=is_stream)
 
 
 async def count_tokens(server: Server, call: Call) -> None:
@@ -109,7 +111,7 @@ class MessageWriter:
         self._num_blocks = 0
         self._num_calls = 0
         self._text = ""  # of a call that is read when it ends
-        self._digests = prompt.digests
+        self._digests = prompt.digests(params.adapter)
         self.parts: Digests | None = self._digests
 
     def diagnose(self, call: Call, previous: str | None) -> None:
@@ -120,9 +122,9 @@ class MessageWriter:
         record = self._server.records.find(previous, call.tenant)
         if record is None or record.parts is None:
             self._diagnostics = {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        elif (changed := what_changed(record.parts, self._digests)) is not None:
+        elif (changed := record.parts.changed(self._digests)) is not None:
             missed = {"cache_missed_input_tokens": record.as_json().get("prompt_tokens", 0)}
-            self._diagnostics = {"cache_miss_reason": {"type": changed} | missed}
+            self._diagnostics = {"cache_miss_reason": {"type": f"{changed}_changed"} | missed}
 
     def _message(
         self, content: list[Any], usage: dict[str, Any], stop: str | None, sequence: str | None = None
@@ -224,11 +226,9 @@ class MessageWriter:
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    """A block; of arguments that max_tokens has cut it has what is whole."""
     function = call["function"]
-    try:
-        given = orjson.loads(function["arguments"])
-    except ValueError:  # the answer ended at max_tokens
-        given = {}
+    given = whole_part(function["arguments"])
     return {"type": "tool_use", "id": new_id("toolu_"), "name": function["name"], "input": given}
 
 

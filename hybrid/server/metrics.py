@@ -114,3 +114,9 @@ class Collector:
                 tokens.add_metric([*self._labels, name, kind], counts[name, f"{kind}_tokens"])
         yield requests
         yield tokens
+        text = "Part of the cache's memory that tenants with a share of it take."
+        held = GaugeMetricFamily("hybrid:memory_held", text, labels=labels)
+        for name, (part, _) in self._server.engine.engine.cache.stats().shares.items():
+            if self._tenant.sees_all or name == self._tenant.name:
+                held.add_metric([*self._labels, name], part)
+        yield held

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.server.tenants import Caller
 
-Digests = tuple[bytes, bytes, tuple[bytes, ...]]
-"""Of a system prompt, of tools, and of each message."""
+
+class Digests(NamedTuple):
+    """Digests of what makes a prompt.
+
+    Attributes:
+        model, system, tools: of the adapter, the system prompt and the tools.
+        messages: of each message.
+    """
+
+    model: bytes
+    system: bytes
+    tools: bytes
+    messages: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, model: str | None, system: Any, tools: Any, messages: Iterable[Any]) -> Digests:
+        """The digests of these, as JSON has them."""
+        return cls(_digest(model), _digest(system), _digest(tools), tuple(map(_digest, messages)))
+
+    def changed(self, now: Digests) -> str | None:
+        """Name the first field in which a later prompt differs; None: it continues this one."""
+        for name in ("model", "tools", "system"):
+            if getattr(self, name) != getattr(now, name):
+                return name
+        return None if now.messages[: len(self.messages)] == self.messages else "messages"
+
+
+def _digest(value: Any) -> bytes:
+    return blake2b(orjson.dumps(value), digest_size=16).digest()
+
 
 MAX_ENDED = 1000
 """Ended requests that are remembered."""

@@ -19,7 +19,7 @@ from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import ROLES, image_of
-from hybrid.server.records import Digests
+from hybrid.server.records import Digests, RequestRecord
 from hybrid.server.sampling import changed, openai_params, schema_of
 from hybrid.server.service import Server, new_id
 from hybrid.server.tools import Tools, openai_tools
@@ -34,12 +34,14 @@ async def responses(server: Server, call: Call) -> None:
     template = server.template
     instructions = fields.text("instructions")
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    messages += read_input(fields, template)
+    given = fields.take("input")
+    messages += read_input(given, fields, template)
     tools = openai_tools(fields, template, are_flat=True)
     prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True} | tools.in_prompt
     own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
+    compared = fields.inner("prompt_cache_options", "comparison_response_id")
     params = openai_params(fields, server.defaults, server.max_tokens, "max_output_tokens")
-    params = changed(params, own, fields)
+    params = server.with_adapter(changed(params, own, fields), model)
     is_stream = fields.boolean("stream")
     if (options := fields.nested("stream_options")) is not None:
         options.ignore("include_obfuscation")
@@ -62,21 +64,25 @@ async def responses(server: Server, call: Call) -> None:
         moderation="this server has none",
     )
     fields.close()
-    writer = ResponseWriter(server, params, tools, instructions)
-    await server.run(call, [prompt], server.with_adapter(params, model), writer, is_stream=is_stream, salt=salt)
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    parts = Digests.of(params.adapter, instructions, tools.functions, items)
+    writer = ResponseWriter(server, params, tools, instructions, parts)
+    if compared is not None:
+        writer.compare(server.records.find(compared, call.tenant))
+    await server.run(call, [prompt], params, writer, is_stream=is_stream, salt=salt)
 
 
-def read_input(fields: Fields, template: str) -> list[Message]:
+def read_input(given: Any, fields: Fields, template: str) -> list[Message]:
     """The messages of a body's items.
 
     Args:
+        given: as the body has them.
         template: of the model's chats. Reasoning goes to the next message or call of the assistant where it reads it;
             elsewhere it is left out, as of any earlier turn: clients send all items back that they got.
 
     Raises:
         HttpError: one cannot be used.
     """
-    given = fields.take("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -196,11 +202,17 @@ class ResponseWriter:
         params: of the request.
         tools: of the request.
         instructions: of the request.
+        parts: digests of its prompt.
     """
 
-    def __init__(self, server: Server, params: SamplingParams, tools: Tools, instructions: str | None) -> None:
+    def __init__(
+        self, server: Server, params: SamplingParams, tools: Tools, instructions: str | None, parts: Digests
+    ) -> None:
         self.id: str = new_id("resp_")
-        self.parts: Digests | None = None
+        self.parts: Digests | None = parts
+        self._own = parts
+        self._is_compared = False
+        self._before: Digests | None = None  # of the response that it is compared with, if that is known
         self._tools = tools
         self._changes = Changes(1)
         self._number = 0
@@ -225,6 +237,24 @@ class ResponseWriter:
             "metadata": {},
         }
 
+    def compare(self, record: RequestRecord | None) -> None:
+        """Say at the end why the cache did not have what another response's prompt had.
+
+        Args:
+            record: of that response; None: it is not known.
+        """
+        self._is_compared, self._before = True, record.parts if record is not None else None
+
+    def _diagnostics(self, output: RequestOutput) -> dict[str, Any]:
+        if self._before is None:
+            return {"type": "comparison_response_not_found"}
+        usage, changed = output.usage, self._before.changed(self._own)
+        if changed is None:
+            return {"type": "cache_hit" if usage.cached_tokens else "unavailable"}
+        reason = changed if changed in ("model", "tools") else "input"
+        missed = usage.prompt_tokens - usage.cached_tokens
+        return {"type": "cache_miss", "reason": f"{reason}_changed", "cache_missed_tokens": missed}
+
     def _event(self, kind: str, **more: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._number} | more
         self._number += 1
@@ -234,6 +264,8 @@ class ResponseWriter:
         found = self._head | {"status": status, "output": items}
         if output is not None:
             found["usage"] = _usage(output)
+            if self._is_compared:
+                found["prompt_cache_diagnostics"] = self._diagnostics(output)
             if status == "incomplete":
                 found["incomplete_details"] = {"reason": "max_output_tokens"}
         return found

@@ -21,13 +21,15 @@ from itertools import count, islice
 from operator import attrgetter
 from random import Random
 from types import MethodType
+from typing import NamedTuple
 
 import numpy as np
 
-from hybrid.tree.node import Node, NodeUsage
+from hybrid.tree.node import Node, NodeUsage, Tenant
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
 from hybrid.tree.pools import INTEGERS, Pools
+from hybrid.tree.shares import Shares
 from hybrid.units import Prices
 
 SAMPLE = 48
@@ -63,7 +65,8 @@ class Candidates:
     There are three kinds of candidates: checkpoints; leaves with a checkpoint, for their pages; tails, which are leaves
     without a checkpoint. Tails save no computation: a policy without an `order` does not rank them, they are evicted
     first, oldest first. A policy that raises, or whose rank is not a number, is dismissed: a `PolicyWarning` says why,
-    and LRU takes over.
+    and LRU takes over. Each tenant with a share of the memory has queues of its own: while it has more than that, they
+    are looked at first.
 
     Args:
         policy: ranks the candidates.
@@ -76,6 +79,7 @@ class Candidates:
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
+        shares: of tenants.
         follows_changes: `changed` does something.
         reports_entries: `entered` does something.
         reports_evictions: `evicting` does something.
@@ -93,6 +97,7 @@ class Candidates:
         self._rng = Random(seed)
         self._priority_cap = priority_cap
         self._recency_of_pages = page_recency if pools.whole_edges else recency
+        self.shares: Shares = Shares({})
         self._install(policy)
 
     def _install(self, policy: Policy) -> None:
@@ -107,36 +112,68 @@ class Candidates:
         self._missed = overridden(policy.missed, Policy.missed)
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
-        order = policy.order
-        self._checkpoints = self._queue(order, is_evictable_checkpoint, self._checkpoint_prices)
-        self._leaves = self._queue(order, is_evictable_leaf, self._leaf_prices)
-        self._samples = order is None
-        self._rises = order == "rising"
+        self._samples = policy.order is None
+        self._rises = policy.order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
+        self._others = self._queues(None)
+        self._own = {tenant: self._queues(tenant) for tenant in self.shares.of}
         self._reorders = not self._weighs and not self._rises  # a use may change an order that was found before it
         self.follows_changes: bool = self._weighs or self._changed is not None
         self.reports_entries: bool = self._weighs or self._entered is not None
-        rank = recency if self._samples else self._rank_of(policy, is_evictable_tail)
-        self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
-    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool], prices: Prices) -> Queue:
+    def _queues(self, tenant: Tenant | None) -> Queues:
+        """The queues of a tenant with a share, or of all others."""
+        policy, shares = self._policy, self.shares.of
+
+        def own(is_evictable: Callable[[Node], bool]) -> Callable[[Node], bool]:
+            if not shares:
+                return is_evictable
+            if tenant is None:
+                return lambda node: is_evictable(node) and node.owner not in shares
+            return lambda node: node.owner is tenant and is_evictable(node)
+
+        order, checkpoint_rank = policy.order, self._rank_of(policy, recency)
+        page_rank = self._rank_of(policy, self._recency_of_pages)
+        checkpoints = self._queue(order, checkpoint_rank, own(is_evictable_checkpoint), self._checkpoint_prices)
+        leaves = self._queue(order, page_rank, own(is_evictable_leaf), self._leaf_prices)
+        tail_rank = recency if self._samples else page_rank
+        tails = OrderedQueue(tail_rank, own(is_evictable_tail), falls=order == "any")
+        return Queues(tails, leaves, checkpoints, self._samples)
+
+    def _queue(
+        self, order: Order | None, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], prices: Prices
+    ) -> Queue:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
             return AgingQueue(self._weigher(policy, prices), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
             across, own = partial(self._rank_across, prices), partial(self._rank, prices)
             return SampledQueue(across, own, is_candidate, self._rng)
-        return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
+        return OrderedQueue(rank, is_candidate, falls=order == "any")
 
-    def _rank_of(self, policy: Policy, is_candidate: Callable[[Node], bool]) -> Callable[[Node], float]:
-        if type(policy) is not LeastRecentlyUsed:
-            return partial(self._rank, self._prices)
-        return recency if is_candidate is is_evictable_checkpoint else self._recency_of_pages
+    def _rank_of(self, policy: Policy, of_lru: Callable[[Node], float]) -> Callable[[Node], float]:
+        return of_lru if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
+
+    def limit(self, shares: Shares, nodes: Iterable[tuple[str, Node]]) -> None:
+        """Give tenants shares of the memory, in place of those that they had."""
+        self.shares = shares
+        self._install(self._policy)
+        for _, node in nodes:
+            self.enter(node)
+
+    def _of(self, node: Node) -> Queues:
+        """The queues that a node belongs to."""
+        return self._own.get(node.owner, self._others) if self._own else self._others
+
+    @property
+    def _all(self) -> list[Queues]:
+        return [self._others, *self._own.values()]
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
         """Number of entries in the queues of tails, leaves and checkpoints."""
-        return len(self._tails), len(self._leaves), len(self._checkpoints)
+        many = self._all
+        return sum(len(q.tails) for q in many), sum(len(q.leaves) for q in many), sum(len(q.checkpoints) for q in many)
 
     def facts(self, node: Node) -> Facts:
         """The facts about a node at present."""
@@ -158,57 +195,64 @@ class Candidates:
         """
         if node.parent is None:
             return
-        key = id(node)
+        key, queues = id(node), self._of(node)
         if node.slot is None:
-            if not node.children and not node.page_locks and (renewed or key not in self._tails.settled):
-                self._tails.push(node, renewed)
+            if not node.children and not node.page_locks and (renewed or key not in queues.tails.settled):
+                queues.tails.push(node, renewed)
         elif not node.state_locks:
-            if renewed or key not in self._checkpoints.settled:
-                self._checkpoints.push(node, renewed)
-            if not node.children and not node.page_locks and (renewed or key not in self._leaves.settled):
-                self._leaves.push(node, renewed)
+            if renewed or key not in queues.checkpoints.settled:
+                queues.checkpoints.push(node, renewed)
+            if not node.children and not node.page_locks and (renewed or key not in queues.leaves.settled):
+                queues.leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
         """Return whether the node is no candidate for something of it that may be evicted: it would stay forever."""
+        queues = self._of(node)
         return (
-            (is_evictable_tail(node) and node not in self._tails)
-            or (is_evictable_leaf(node) and node not in self._leaves)
-            or (is_evictable_checkpoint(node) and node not in self._checkpoints)
+            (is_evictable_tail(node) and node not in queues.tails)
+            or (is_evictable_leaf(node) and node not in queues.leaves)
+            or (is_evictable_checkpoint(node) and node not in queues.checkpoints)
         )
 
     def are_whole(self) -> bool:
         """Return whether each candidate is where its queue looks for it: for `Tree.check`."""
-        return all(queue.is_whole() for queue in (self._tails, self._leaves, self._checkpoints))
+        queues = [queue for own in self._all for queue in (own.tails, own.leaves, own.checkpoints)]
+        return all(queue.is_whole() for queue in queues)
 
     def next_checkpoint(self) -> Node | None:
         """Remove and return the checkpoint to evict first."""
-        found = self._checkpoints.peek()
-        if found is None:
-            return None
-        self._checkpoints.pop(found[1])
-        return found[1]
+        return self._taken(self._first(Queues.first_checkpoint, pages=False))
 
     def next_leaf(self) -> Node | None:
         """Remove and return the leaf to evict first."""
-        return self._next(self._leaves)
+        return self._taken(self._first(Queues.first_leaf, checkpoints=False))
 
     def next_of_all(self) -> Node | None:
         """Remove and return the checkpoint or tail to evict first."""
-        return self._next(self._checkpoints)
+        return self._taken(self._first(Queues.first_of_all))
 
-    def _next(self, others: Queue) -> Node | None:
-        """Remove and return the first of the tails and of others: a tail, if a policy without an order finds one."""
-        queue: Queue = self._tails
-        best = queue.peek() if self._tails.settled else None
-        if best is None or not self._samples:
-            found = others.peek()
-            if found is not None and (best is None or found[0] < best[0]):
-                best, queue = found, others
-        if best is None:
+    def _taken(self, victim: Victim | None) -> Node | None:
+        if victim is None:
             return None
-        node = best[1]
-        queue.pop(node)
-        return node
+        victim.queue.pop(victim.node)
+        return victim.node
+
+    def _first(
+        self, find: Callable[[Queues], Victim | None], pages: bool = True, checkpoints: bool = True
+    ) -> Victim | None:
+        """The candidate to evict first: of the tenant that is furthest above its share, if one is and has any.
+
+        Args:
+            find: finds it in the queues of one.
+            pages, checkpoints: which kinds memory is needed of.
+        """
+        if not self._own:
+            return find(self._others)
+        excesses = {tenant: self.shares.excess(tenant, pages, checkpoints) for tenant in self._own}
+        for tenant in sorted((one for one in excesses if excesses[one] > 1), key=excesses.__getitem__, reverse=True):
+            if (victim := find(self._own[tenant])) is not None:
+                return victim
+        return min((victim for own in self._all if (victim := find(own)) is not None), key=Victim.order, default=None)
 
     # Calls of the policy
 
@@ -231,8 +275,9 @@ class Candidates:
     def renewed(self, node: Node) -> None:
         """The tick of a node's last use has changed, without a use."""
         if not self._rises:
-            self._checkpoints.used(node)
-            self._leaves.used(node)
+            queues = self._of(node)
+            queues.checkpoints.used(node)
+            queues.leaves.used(node)
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""
@@ -267,8 +312,7 @@ class Candidates:
             if node.slot is None:
                 below.extend(islice(node.children.values(), MAX_NOTIFIED))
             else:
-                self._checkpoints.changed(node)
-                self._leaves.changed(node)
+                self._has_changed(node)
 
     def relabeled(self, node: Node) -> None:
         """Report that the kind of a node's checkpoint has changed."""
@@ -285,10 +329,14 @@ class Candidates:
         if not self._weighs:
             return
         if node.slot is not None:
-            self._checkpoints.changed(node)
-            self._leaves.changed(node)
+            self._has_changed(node)
         elif len(node.children) == 1:
             self.reweigh_below(node)
+
+    def _has_changed(self, node: Node) -> None:
+        queues = self._of(node)
+        queues.checkpoints.changed(node)
+        queues.leaves.changed(node)
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Return whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
@@ -297,20 +345,22 @@ class Candidates:
             num_pages: pages that only it would need; 0 if something continues from it.
             tails_help: pages without a checkpoint can be evicted instead.
         """
-        if not self._samples or (tails_help and self._tails.peek() is not None):
+        if not self._samples:
             return True
-        least = self._checkpoints.peek()
-        if least is None:
+        least = self._first(Queues.first_of_all if tails_help else Queues.first_checkpoint, pages=tails_help)
+        if least is None or least.node.slot is None:
             return True
+        if least.node.owner is not usage.tenant and self.shares.excess(least.node.owner, pages=tails_help) > 1:
+            return True  # it gives way to others, whatever it is worth
         freed = self._checkpoint_prices.checkpoint + num_pages * self._checkpoint_prices.page
         facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
         if self._changed is not None:
             usage.reported_below = facts.has_below
             self._report("changed", self._changed, facts)
-        rank, tenant = least[0], usage.tenant
+        rank, tenant = least.rank, usage.tenant
         if tenant is not None and tenant.has_priorities:
-            if least[1].usage.tenant is tenant:
-                rank = self._rank(self._checkpoint_prices, least[1])
+            if least.node.usage.tenant is tenant:
+                rank = self._rank(self._checkpoint_prices, least.node)
             else:
                 facts.across(self._priority_cap)
         return self._value(facts) >= rank
@@ -456,6 +506,61 @@ class Queue(ABC):
     @abstractmethod
     def is_whole(self) -> bool:
         """Return whether each candidate is where the queue looks for it."""
+
+
+class Victim(NamedTuple):
+    """A candidate that is evicted first.
+
+    Attributes:
+        rank: its rank.
+        node: itself.
+        queue: that it is in.
+        is_needless: it is evicted before all others that are not, whatever the ranks are.
+    """
+
+    rank: float
+    node: Node
+    queue: Queue
+    is_needless: bool = False
+
+    def order(self) -> tuple[bool, float]:
+        """The place among the first of several: the lowest is evicted first."""
+        return not self.is_needless, self.rank
+
+
+class Queues(NamedTuple):
+    """The candidates of one tenant, or of several.
+
+    Attributes:
+        tails, leaves, checkpoints: the candidates of each kind.
+        tails_first: tails are not compared with others, and are evicted first.
+    """
+
+    tails: OrderedQueue
+    leaves: Queue
+    checkpoints: Queue
+    tails_first: bool
+
+    def first_checkpoint(self) -> Victim | None:
+        """The checkpoint to evict first."""
+        found = self.checkpoints.peek()
+        return Victim(*found, self.checkpoints) if found is not None else None
+
+    def first_leaf(self) -> Victim | None:
+        """The leaf to evict first."""
+        return self._first(self.leaves)
+
+    def first_of_all(self) -> Victim | None:
+        """The checkpoint or tail to evict first."""
+        return self._first(self.checkpoints)
+
+    def _first(self, others: Queue) -> Victim | None:
+        tail = self.tails.peek() if self.tails.settled else None
+        if tail is None or not self.tails_first:
+            found = others.peek()
+            if found is not None and (tail is None or found[0] < tail[0]):
+                return Victim(*found, others)
+        return Victim(*tail, self.tails, self.tails_first) if tail is not None else None
 
 
 class OrderedQueue(Queue):

@@ -1,7 +1,7 @@
 """The structure of the tree: nodes by namespace, and how they are made, cut, joined and removed.
 
 Every method either completes or, when memory runs out in the middle, changes nothing that can be seen. The counts of
-pages, checkpoints, slots and of what locks protect are kept up to date here.
+pages, checkpoints, slots, of what counts for each tenant, and of what locks protect are kept up to date here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 
 from hybrid.key import TOKEN_BYTES, common_prefix
-from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, end_of
+from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, Tenant, end_of
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, SlotValue
 
 FEW = 4
@@ -64,23 +64,25 @@ class Forest:
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
         self.num_pages += len(pages)
+        leaf.owner.num_pages += len(pages)
         for counter in self.counters:
             if leaf in counter.reasons:
                 counter.extended(len(pages))
 
-    def add_leaf(self, parent: Node, ids: bytes, pages: PageValues, usage: NodeUsage) -> Node:
+    def add_leaf(self, parent: Node, ids: bytes, pages: PageValues, usage: NodeUsage, owner: Tenant) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
         run, start = parent.run, parent.end
         end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
             run = Run(start, self.page_size, ids, self._collect(pages))
-            leaf = Node(parent, run, start, end, usage)
+            leaf = Node(parent, run, start, end, usage, owner)
         else:
-            leaf = Node(parent, run, start, end, usage)
+            leaf = Node(parent, run, start, end, usage, owner)
             run.append(ids, pages)
         run.nodes.append(leaf)
         parent.children[ids[: self.page_bytes]] = leaf
         self.num_pages += len(pages)
+        owner.num_pages += len(pages)
         return leaf
 
     # Cutting and joining edges
@@ -90,7 +92,7 @@ class Forest:
         lower part."""
         parent, run = lower.parent, lower.run
         assert parent is not None and lower.start < num_tokens < lower.end
-        upper = Node(parent, run, lower.start, num_tokens, pages_usage(lower.usage))
+        upper = Node(parent, run, lower.start, num_tokens, pages_usage(lower.usage), lower.owner)
         first = self._page_at(run, lower.start)
         upper.children[self._page_at(run, num_tokens)] = lower
         run.nodes.insert(run.index(lower), upper)
@@ -122,6 +124,9 @@ class Forest:
         for counter in self.counters:
             if upper in counter.reasons:
                 counter.leaving(upper)
+        if upper.owner is not lower.owner:
+            upper.owner.num_pages -= upper.num_pages
+            lower.owner.num_pages += upper.num_pages
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
         parent.children[first] = lower
@@ -144,6 +149,7 @@ class Forest:
         leaf.lost_checkpoint = False  # its position is cut off too
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
+        leaf.owner.num_pages -= num_pages
         if leaf.run.digests:
             self._forget_digests(leaf.run, leaf.end)
 
@@ -163,6 +169,7 @@ class Forest:
         if run.digests:
             self._forget_digests(run, start)
         self.num_pages -= num_pages
+        leaf.owner.num_pages -= num_pages
         leaf.parent = None
         if parent.parent is None and not parent.children:
             assert isinstance(parent, Root)
@@ -184,6 +191,7 @@ class Forest:
         node.slot = slot
         node.lost_checkpoint = False
         self.num_checkpoints += 1
+        node.owner.num_checkpoints += 1
 
     def drop_checkpoint(self, node: Node) -> None:
         """Take the checkpoint from a node. A spare one that no request has used is not remembered as lost."""
@@ -196,6 +204,16 @@ class Forest:
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1
+        node.owner.num_checkpoints -= 1
+
+    def count_for(self, node: Node, tenant: Tenant) -> None:
+        """Count a node for another tenant from now on."""
+        has_checkpoint, num_pages = node.slot is not None, node.num_pages
+        node.owner.num_pages -= num_pages
+        node.owner.num_checkpoints -= has_checkpoint
+        node.owner = tenant
+        tenant.num_pages += num_pages
+        tenant.num_checkpoints += has_checkpoint
 
     def _page_at(self, run: Run, num_tokens: int) -> bytes:
         first = (num_tokens - run.start) * TOKEN_BYTES

@@ -35,10 +35,17 @@ class Tenant:
     Attributes:
         number: unique in its tree.
         has_priorities: a request of it gave a priority other than 0.
+        num_pages, num_checkpoints: what the nodes have that count for it.
     """
 
     number: int
     has_priorities: bool = False
+    num_pages: int = 0
+    num_checkpoints: int = 0
+
+
+NOBODY = Tenant(0)
+"""The owner of roots, which have nothing."""
 
 
 @dataclass(slots=True)
@@ -214,12 +221,14 @@ class Node:
         lost_checkpoint: its checkpoint was evicted or not admitted; `usage` is that checkpoint's.
         page_locks: locks on the pages from the root to `end`, those of `state_locks` included.
         state_locks: locks on the checkpoint.
+        owner: the tenant that it counts for: whose request stored its checkpoint last, or else inserted its pages.
     """
 
     __slots__ = (
         "children",
         "end",
         "lost_checkpoint",
+        "owner",
         "page_locks",
         "parent",
         "run",
@@ -229,7 +238,9 @@ class Node:
         "usage",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage) -> None:
+    def __init__(
+        self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage, owner: Tenant = NOBODY
+    ) -> None:
         self.parent: Node | None = parent
         self.run: Run = run
         self.start: int = start
@@ -240,6 +251,7 @@ class Node:
         self.state_locks: int = 0
         self.usage: NodeUsage = usage
         self.lost_checkpoint: bool = False
+        self.owner: Tenant = owner
 
     @property
     def edge(self) -> bytes:

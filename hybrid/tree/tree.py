@@ -19,8 +19,8 @@ slots, which it does not look into (`hybrid.tree.pools`). It allocates and frees
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,7 @@ from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     NO_MATCH,
+    NOBODY,
     Checkpoint,
     EvictedCheckpoint,
     Inserted,
@@ -50,6 +51,7 @@ from hybrid.tree.node import (
 )
 from hybrid.tree.policy import Policy
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, Watcher
+from hybrid.tree.shares import Shares
 from hybrid.units import Prices
 
 MAX_RECENT = 2048
@@ -106,7 +108,7 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
-        self._latest_tenant: tuple[str | None, Tenant] = None, Tenant(-1)
+        self._latest_tenant: tuple[str | None, Tenant] = None, NOBODY
         self._tenant_numbers = count(1)
         self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
@@ -166,6 +168,14 @@ class Tree:
                 wrong.append(f"the tree counts {counted} {what} and has {there}")
         if self.locks.num_pages == num_held and not self.locks.is_right(nodes):
             wrong.append("the nodes that are counted as locked, or as above a lock, are others")
+        pages, checkpoints = Counter[Tenant](), Counter[Tenant]()
+        for node in nodes:
+            pages[node.owner] += node.num_pages
+            checkpoints[node.owner] += node.slot is not None
+        for tenant in {*pages, *self.tenants.values()}:
+            counted, there = (tenant.num_pages, tenant.num_checkpoints), (pages[tenant], checkpoints[tenant])
+            if counted != there:
+                wrong.append(f"tenant {tenant.number} counts {counted} pages and checkpoints and has {there}")
         if not self.candidates.are_whole():
             wrong.append("a candidate for eviction is not where its queue looks for it")
         return wrong
@@ -204,6 +214,23 @@ class Tree:
             yield f"{node.state_locks} state locks exceed {node.page_locks} page locks"
         if self.candidates.overlooks(node):
             yield "may be evicted, and is not a candidate"
+
+    def limit(self, shares: Mapping[str, float], num_pages: int, num_checkpoints: int, are_apart: bool) -> None:
+        """Evict from tenants first that have more than their share of the memory.
+
+        Args:
+            shares: parts of the memory, by the names of tenants. Others have no limit.
+            num_pages, num_checkpoints: how many of one kind alone the memory would hold.
+            are_apart: pages and checkpoints have memories of their own.
+        """
+        own = {self._tenant(name): share for name, share in shares.items()}
+        self.candidates.limit(Shares(own, num_pages, num_checkpoints, are_apart), self.nodes())
+
+    def held(self, name: str) -> float:
+        """The part of the memory that a tenant has which has a share: of the scarcer kind where there are two. From any
+        thread."""
+        tenant = self.tenants.get(name)
+        return self.candidates.shares.held(tenant) if tenant is not None else 0.0
 
     # Matching
 
@@ -351,6 +378,7 @@ class Tree:
         below: Node | None = None,
         past: NodeUsage | None = None,
         hashes: KeyHashes | None = None,
+        tenant: str | None = None,
     ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
@@ -363,6 +391,7 @@ class Tree:
             below: a node on the key's path that the caller keeps locked: the search starts there.
             past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
             hashes: of the key, if `recall` has computed them: they are not computed again when it is evicted.
+            tenant: name of who inserts it, whose new pages are; None: that of the checkpoint, or the namespace.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
@@ -380,20 +409,22 @@ class Tree:
             return Inserted(node, num_existing, False)
         usage = NodeUsage(tick, tick, 0, Kind.PAGES if checkpoint is None else checkpoint.kind, now)
         lower = node if num_existing < node.end else None
+        sender = self._tenant(tenant or (checkpoint.tenant if checkpoint is not None else None) or key.namespace)
         try:
             if lower is not None:
                 node = self._cut(lower, num_existing, cut_tick)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :] if offset else pages
-                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes)
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes, sender)
                 forest.roots[key.namespace] = root
             adopted = checkpoint is not None and node.slot is None
             if checkpoint is not None:
                 if adopted:
                     self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-                tenant = self._tenant(checkpoint.tenant or key.namespace)
-                if adopted or node.usage.tenant is tenant:
-                    node.usage.stored_for(tenant, checkpoint.priority)
+                if adopted and node.owner is not sender:
+                    forest.count_for(node, sender)
+                if adopted or node.usage.tenant is sender:
+                    node.usage.stored_for(sender, checkpoint.priority)
             elif past is not None and node.slot is None and not node.lost_checkpoint:
                 self._note_lost(node, past)
         except BaseException:
@@ -420,10 +451,11 @@ class Tree:
         usage: NodeUsage,
         below: Node | None,
         hashes: KeyHashes | None,
+        sender: Tenant,
     ) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
         if node.children:
-            grown = self.forest.add_leaf(node, ids, pages, usage)
+            grown = self.forest.add_leaf(node, ids, pages, usage, sender)
         elif (
             node.slot is None
             and node.parent is not None
@@ -434,7 +466,7 @@ class Tree:
             self.forest.extend(node, ids, pages, usage)
             grown = node
         else:
-            grown = self.forest.add_leaf(node, ids, pages, usage)
+            grown = self.forest.add_leaf(node, ids, pages, usage, sender)
             if self.candidates.follows_changes:
                 self.candidates.changed(node)
         if hashes is not None:

@@ -99,7 +99,8 @@ def keep_a_cut_that_nothing_needs(books: Books) -> None:
 
 
 def overlook_a_candidate(books: Books) -> None:
-    books.cache.tree.candidates._checkpoints.pop(books.cache.tree.candidates._checkpoints.peek()[1])  # type: ignore[index]
+    checkpoints = books.cache.tree.candidates._others.checkpoints
+    checkpoints.pop(checkpoints.peek()[1])  # type: ignore[index]
 
 
 CORRUPTIONS = [

@@ -101,7 +101,8 @@ def test_a_tenant_has_as_many_requests_as_it_may(tiny: Engine) -> None:
     assert first in run_to_end(engine)
     engine.add_request(ids(20), greedy(3, tenant="a"))
     run_to_end(engine)
-    for wrong in ({"weight": 0}, {"weight": float("inf")}, {"max_running": 0}, {"max_requests": 1.5}):
+    numbers = ({"weight": 0}, {"weight": float("inf")}, {"max_running": 0}, {"max_requests": 1.5}, {"memory_share": 0})
+    for wrong in numbers:
         with pytest.raises(ArgumentError, match=f"TenantConfig: {next(iter(wrong))}"):
             TenantConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tenants must be a dict"):

@@ -23,7 +23,7 @@ LONG = "The with statement wraps the execution of a block. " * 4
 def tenants(tiny: Any) -> Iterator[tuple[Poster, Poster, Poster]]:
     """A server with keys: of two tenants, and of one that sees all."""
     keys = {
-        "a": Caller("ann", "ann", config=TenantConfig(max_requests=2)),
+        "a": Caller("ann", "ann", config=TenantConfig(max_requests=2, memory_share=0.5)),
         "b": Caller("bob", "bob"),
         "c": Caller("all", "all", sees_all=True),
     }
@@ -53,6 +53,7 @@ def test_a_tenant_sees_its_own_alone(tenants: tuple[Poster, ...]) -> None:
     assert {one["tenant"] for one in ann.get("/live").json()["ended"]} == {"ann"}
     assert {"ann", "bob"} <= {one["tenant"] for one in everything.get("/live").json()["ended"]}
     assert "bob" not in ann.get("/metrics").text and 'tenant="bob"' in everything.get("/metrics").text
+    assert 'hybrid:memory_held{engine="0",model_name="tiny",tenant="ann"} 0.' in ann.get("/metrics").text
     assert "vllm:prefix_cache_hits_total" in everything.get("/metrics").text
     assert "vllm:" not in ann.get("/metrics").text.replace("model_name", "")
     nodes = [
@@ -147,8 +148,8 @@ def test_a_file_of_keys_is_checked(tmp_path: Path, content: str) -> None:
 
 def test_keys_are_read(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    path.write_text('{"a": {"key": "x"}, "b": {"key": "y", "namespace": "a", "max_requests": 3, "sees_all": true}}')
-    assert read_keys(path) == {"x": Caller("a", "a"), "y": Caller("b", "a", True, TenantConfig(max_requests=3))}
+    path.write_text('{"a": {"key": "x"}, "b": {"key": "y", "namespace": "a", "memory_share": 0.5, "sees_all": true}}')
+    assert read_keys(path) == {"x": Caller("a", "a"), "y": Caller("b", "a", True, TenantConfig(memory_share=0.5))}
     path.write_text('{"a": {"key": "x"}, "b": {"key": "x"}}')
     with pytest.raises(ArgumentError, match="has the key of 'a'"):
         read_keys(path)

@@ -1,0 +1,1 @@
+"""The engine as a model of EleutherAI's lm-evaluation-harness (extra `lm-eval`)."""
