@@ -106,11 +106,13 @@ def whole_part(text: str) -> dict[str, Any]:
     except ValueError:
         pass
     closers, kept = [], "{}"
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[{}\[\],]', text):
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|["{}\[\],]', text):
         if token[0] in "{[":
             closers.append("}" if token[0] == "{" else "]")
         elif token[0] in "}]":
             closers.pop()
+        elif token[0] == '"':  # the text in which it was cut
+            break
         elif token[0] != ",":
             continue
         end = token.start() if token[0] == "," else token.end()

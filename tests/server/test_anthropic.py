@@ -95,6 +95,14 @@ def test_a_call_that_must_be_made_is_made(post: Poster, tools: Any, is_stream: b
     assert "city" in (block["pieces"] if is_stream else block["input"])
 
 
+def test_a_call_that_was_cut_says_so_and_has_what_is_whole(post: Poster) -> None:
+    two = WEATHER["input_schema"] | {"properties": {"city": {"enum": ["Rome"]}, "more": {"type": "string"}}}
+    tool = {"name": "weather", "input_schema": two | {"required": ["city", "more"]}}
+    made = message(post, tools=[tool], tool_choice={"type": "any"}, max_tokens=24).json()
+    (block,) = made["content"]
+    assert made["stop_reason"] == "max_tokens" and block["input"] == {"city": "Rome"}
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

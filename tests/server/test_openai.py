@@ -83,6 +83,24 @@ def test_a_call_that_must_be_made_is_made(post: Poster, tools: Any, choice: Any)
     assert json.loads("".join(part["arguments"] for part in parts)) == json.loads(call["arguments"])
 
 
+OTHER = {"type": "function", "function": WEATHER["function"] | {"name": "climate"}}
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], [WEATHER, OTHER]], ids=["one", "two"])
+def test_a_call_that_was_cut_says_so_and_has_what_was_written(post: Poster, tools: Any) -> None:
+    settings = {"tools": tools, "tool_choice": "required", "temperature": 0.5, "seed": 4}
+    whole = post.chat(**settings, max_tokens=80).json()
+    length = whole["usage"]["completion_tokens"] - 2
+    cut = post.chat(**settings, max_tokens=length).json()["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(post.chat(**settings, max_tokens=length, stream=True))]
+    assert cut["finish_reason"] == chunks[-1]["finish_reason"] == "length"
+    (call,), (full,) = cut["message"]["tool_calls"], whole["choices"][0]["message"]["tool_calls"]
+    parts = [part["function"] for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
+    written = "".join(part["arguments"] for part in parts)
+    assert call["function"] == {"name": full["function"]["name"], "arguments": written}
+    assert full["function"]["arguments"].startswith(written) and written not in ("", full["function"]["arguments"])
+
+
 PICTURE = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
 
 

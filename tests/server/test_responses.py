@@ -50,6 +50,25 @@ def test_a_prompt_is_computed_in_advance(post: Poster) -> None:
     assert respond(post, input=prompt).json()["usage"]["input_tokens_details"]["cached_tokens"] == written > 0
 
 
+def test_why_the_prompt_of_another_response_was_not_cached_is_said(post: Poster) -> None:
+    def asked(compared: str, text: str = "A question to be compared. " * 12, **body: Any) -> Any:
+        options = {"prompt_cache_options": {"comparison_response_id": compared}}
+        return respond(post, input=[{"role": "user", "content": text}], **options, **body).json()
+
+    first = respond(post, input="A question to be compared. " * 12).json()
+    assert "prompt_cache_diagnostics" not in first
+    assert asked(first["id"])["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    for reason, found in {
+        "input": asked(first["id"], "Another."),
+        "tools": asked(first["id"], tools=[WEATHER], tool_choice="none"),
+    }.items():
+        told = found["prompt_cache_diagnostics"]
+        assert (told["type"], told["reason"]) == ("cache_miss", f"{reason}_changed")
+        usage = found["usage"]
+        assert told["cache_missed_tokens"] == usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+    assert asked("resp_never")["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
 def test_items_are_the_messages_of_a_chat(post: Poster) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     items = [
