@@ -8,6 +8,7 @@ import argparse
 import json
 import random
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -68,10 +69,10 @@ def documents(count: int) -> list[dict[str, Any]]:
     for at in range(count):
         own = pieces[at % len(pieces)]
         start = rng.randrange(len(own) - 4)
-        choices = [" " + rng.choice(rng.choice(pieces))[:120] for _ in range(3)]
+        choices = [" " + rng.choice(rng.choice(pieces))[:60] for _ in range(3)]
         target = rng.randrange(4)
-        choices.insert(target, " " + own[start + 3][:120])
-        passage = " ".join(own[start : start + 3])[:400]
+        choices.insert(target, " " + own[start + 3][:60])
+        passage = " ".join(own[start : start + 3])[:200]
         text = " ".join(own[start:])[:3000]
         found.append({"passage": passage, "choices": choices, "target": target, "text": text})
     return found
@@ -112,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=2047)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(arguments)
+    sys.modules["fla"] = None  # type: ignore[assignment]  # where it is installed transformers needs a GPU for it
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         tasks = write_tasks(Path(folder), args.documents)

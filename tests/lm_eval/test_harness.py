@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def found() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.syspath_prepend(str(ROOT / "bench"))
-        arguments = ["--documents", "12", "--memory", "64MiB", "--max-length", "511", "--json"]
+        arguments = ["--documents", "12", "--memory", "64MiB", "--max-length", "1023", "--json"]
         assert importlib.import_module("lm_eval_tasks").main(arguments) == 0
     found: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
     return found
