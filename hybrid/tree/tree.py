@@ -173,9 +173,10 @@ class Tree:
             pages[node.owner] += node.num_pages
             checkpoints[node.owner] += node.slot is not None
         for tenant in {*pages, *self.tenants.values()}:
-            counted, there = (tenant.num_pages, tenant.num_checkpoints), (pages[tenant], checkpoints[tenant])
-            if counted != there:
-                wrong.append(f"tenant {tenant.number} counts {counted} pages and checkpoints and has {there}")
+            owned = tenant.num_pages, tenant.num_checkpoints
+            if owned != (pages[tenant], checkpoints[tenant]):
+                has = f"{pages[tenant]} and {checkpoints[tenant]}"
+                wrong.append(f"tenant {tenant.number} counts {owned[0]} pages and {owned[1]} checkpoints, has {has}")
         if not self.candidates.are_whole():
             wrong.append("a candidate for eviction is not where its queue looks for it")
         return wrong
