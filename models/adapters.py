@@ -84,7 +84,7 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
         CheckpointError: there is none, its files cannot be read, or it does not fit the model.
         UnsupportedModelError: it is an adapter of another kind, or transformers' layers compute.
     """
-    if not isinstance(model, CausalLM):
+    if not model.takes_adapters:
         raise UnsupportedModelError(
             f"{path}: adapters need a family of this package, and this model runs by transformers' layers; merge the "
             "adapter into its weights (PEFT's merge_and_unload)"

@@ -87,13 +87,24 @@ class Attention(Heads):
         return q
 
     def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
-        """Attention of queries, `[T, heads, head_dim]`. Prompts and decoded tokens have different kernels on a GPU: a
-        tile of queries, or splits of the keys in parallel."""
-        pages, parts = kv[:, self.layer], []
-        for part in batch.groups:
-            places = (part.block_table, part.cu_seqlens, part.seq_lens, self.scale, chunk_size, part.num_splits)
-            parts.append(kernels.paged_attention(q[part.rows], pages, *places, self.first))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Attention of queries, `[T, heads, head_dim]`."""
+        return attend_to_pages(q, kv[:, self.layer], batch, self.scale, chunk_size, self.first)
+
+
+def attend_to_pages(q: Tensor, pages: Tensor, batch: Batch, scale: float, chunk_size: int, first: int = 0) -> Tensor:
+    """Attention of queries, `[T, heads, head_dim]`. Prompts and decoded tokens have different kernels on a GPU: a tile
+    of queries, or splits of the keys in parallel.
+
+    Args:
+        pages: of one layer.
+        scale: of the products of queries and keys.
+        first: tokens of a sequence before this one are not seen.
+    """
+    parts = []
+    for part in batch.groups:
+        places = (part.block_table, part.cu_seqlens, part.seq_lens, scale, chunk_size, part.num_splits)
+        parts.append(kernels.paged_attention(q[part.rows], pages, *places, first))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PlainAttention(Attention):

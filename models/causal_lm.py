@@ -19,6 +19,7 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
 from hybrid.kernels.packed_weights import is_packed_weight
 from hybrid.models.attention import PlainAttention
+from hybrid.models.engine_model import EngineModel
 from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, scaled
 from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
@@ -107,7 +108,7 @@ class TextModel(nn.Module):
         self.norm: RMSNorm = norm
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(EngineModel, ABC):
     """A text model with its head.
 
     Args:
@@ -145,8 +146,7 @@ class CausalLM(nn.Module, ABC):
         norm: RMSNorm,
         predictor: MultiTokenPredictor | None = None,
     ) -> None:
-        super().__init__()
-        self.config: Any = config
+        super().__init__(config)
         self.chunk_size = chunk_size
         self.model: TextModel = TextModel(config, layers, norm)
         self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size)
@@ -226,6 +226,11 @@ class CausalLM(nn.Module, ABC):
     def layouts(parameter: str, config: Any) -> Layouts:
         """The tensors on disk that make up a parameter; several layouts when there are several ways to store it."""
         return ((Source(parameter),),)
+
+    @staticmethod
+    def ignores(name: str, config: Any) -> bool:
+        """Tell whether a tensor on disk is not used."""
+        return False
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, state: dict[str, Tensor]) -> Tensor:

@@ -221,10 +221,20 @@ def decode_linear(
     to the batch's log if it has one."""
     if batch.log is not None:
         batch.log.append(inputs)
+    return unrolled(mixer.step, inputs, decodes, state)
+
+
+def unrolled(
+    step: Callable[[tuple[Tensor, ...], StateSteps, dict[str, Tensor]], Tensor],
+    inputs: tuple[Tensor, ...],
+    decodes: Group,
+    state: dict[str, Tensor],
+) -> Tensor:
+    """What a function like `LinearMixer.step` gives for the decoded tokens of a batch, each path of drafts alone."""
     if decodes.unrolled is None:
-        return mixer.step(inputs, decodes.steps, state)
+        return step(inputs, decodes.steps, state)
     rows, places = decodes.unrolled
-    return mixer.step(tuple(part[rows] for part in inputs), decodes.steps, state)[places]
+    return step(tuple(part[rows] for part in inputs), decodes.steps, state)[places]
 
 
 class ResidualLayer(nn.Module):

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,44 @@ from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels.ops import compiled_module, is_compiled, uses_triton
 from hybrid.kernels.packed_weights import GROUPS
 from hybrid.models import gguf_file
+from hybrid.models.bailing_hybrid import BailingHybridForCausalLM
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.falcon_h1 import FalconH1ForCausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
 from hybrid.models.granitemoehybrid import GraniteMoeHybridForCausalLM
+from hybrid.models.jamba import JambaForCausalLM
 from hybrid.models.json_files import read_config
+from hybrid.models.kimi_linear import KimiLinearForCausalLM
 from hybrid.models.layers import Linear
 from hybrid.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from hybrid.models.llama import LlamaForCausalLM, Qwen3ForCausalLM
+from hybrid.models.minimax import MiniMaxForCausalLM
 from hybrid.models.moe import ExpertRouter, Experts
 from hybrid.models.nemotron_h import NemotronHForCausalLM
+from hybrid.models.olmo_hybrid import OlmoHybridForCausalLM
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
-from hybrid.models.transformers_model import TransformersModel, is_in_transformers, load_transformers_model
+from hybrid.models.transformers_model import TransformersModel, load_transformers_model
+from hybrid.models.transformers_types import NEEDED, is_in_transformers, is_new_enough
 from hybrid.models.weights import Loader, Stored, check_quantization, stored_tensors, with_scales
 
 log: logging.Logger = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, type[Any]] = {
+    "bailing_hybrid": BailingHybridForCausalLM,
     "bamba": BambaForCausalLM,
     "falcon_h1": FalconH1ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
     "granitemoehybrid": GraniteMoeHybridForCausalLM,
+    "jamba": JambaForCausalLM,
+    "kimi_linear": KimiLinearForCausalLM,
     "lfm2": Lfm2ForCausalLM,
     "lfm2_moe": Lfm2MoeForCausalLM,
     "llama": LlamaForCausalLM,
+    "minimax": MiniMaxForCausalLM,
     "nemotron_h": NemotronHForCausalLM,
+    "olmo_hybrid": OlmoHybridForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
@@ -140,6 +152,11 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
     path = _locate(name)
     raw = read_config(path / "config.json")
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if isinstance(model_type, str) and not is_new_enough(model_type):
+        raise UnsupportedModelError(
+            f"{path} is a {model_type!r} model, which transformers has from version {NEEDED[model_type]} on; installed "
+            f'is {version("transformers")}: pip install -U "transformers>={NEEDED[model_type]}"'
+        )
     if not isinstance(model_type, str) or (model_type not in ARCHITECTURES and not is_in_transformers(model_type)):
         raise UnsupportedModelError(
             f"{path} is a {model_type!r} model, which the installed transformers does not have; supported are: "
@@ -197,7 +214,8 @@ def load_model(
     tensors = {}
     for stored in _stored(checkpoint, family).values():
         name = stored.name.replace("model.language_model.", "model.", 1)
-        if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)):
+        ignored = name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP))
+        if not ignored and not family.ignores(name, checkpoint.config):
             tensors[name] = stored
     tied = _is_tied(checkpoint, tensors, family)
     if tied:

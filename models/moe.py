@@ -178,6 +178,36 @@ class SparseMoE(nn.Module):
         return kernels.add_shared(routed, shared, gate)
 
 
+class SharedMoE(nn.Module):
+    """Routed experts, and a shared one without a gate. All have gates of their own.
+
+    Args:
+        config: has the sizes, and how experts are chosen, by the names of DeepSeek's.
+        least: as of `SigmoidRouter`.
+    """
+
+    def __init__(self, config: Any, least: float = 1e-20) -> None:
+        super().__init__()
+        size, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
+        self.gate: SigmoidRouter = SigmoidRouter(
+            size,
+            experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+            has_bias=True,
+            least=least,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+        )
+        self.experts: Experts = Experts(size, intermediate, experts)
+        self.shared_experts: MLP = MLP(size, config.n_shared_experts * intermediate)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Run the part on `[T, size]`."""
+        return self.experts(x, *self.gate.choose(x, batch), batch) + self.shared_experts(x, batch)
+
+
 NAMES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of experts, and those of one expert on disk that make them up, one below the other."""
 

@@ -103,6 +103,17 @@ class GatedDeltaNet(nn.Module):
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (self.value_heads, self.value_dim))
 
 
+def delta_states(config: Any, dtype: torch.dtype) -> tuple[StateTensor, StateTensor]:
+    """The tensors per sequence of the linear layers of a model."""
+    layers, heads = config.layer_types.count("linear_attention"), config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
+    return (
+        StateTensor("recurrent", (layers, heads, key_dim, value_dim), torch.float32),
+        StateTensor("conv", (layers, config.linear_conv_kernel_dim - 1, channels), dtype),
+    )
+
+
 class GatedAttention(Attention):
     """A full-attention layer with a gated output.
 
@@ -187,19 +198,9 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
         full_layers = config.layer_types.count("full_attention")
-        linear_layers = config.layer_types.count("linear_attention")
-        heads, key_dim, value_dim = (
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-        )
-        channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
         return HybridSpec(
             tokens=(TokenTensor.kv(full_layers, config.num_key_value_heads, config.head_dim, dtype),),
-            state=(
-                StateTensor("recurrent", (linear_layers, heads, key_dim, value_dim), torch.float32),
-                StateTensor("conv", (linear_layers, config.linear_conv_kernel_dim - 1, channels), dtype),
-            ),
+            state=delta_states(config, dtype),
         )
 
 

@@ -22,8 +22,12 @@ TORCH_FUNCTIONS = (
     "torch_recurrent_gated_delta_rule",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
     "mamba2_chunk_scan",
     "mamba2_selective_state_update",
+    "mamba_selective_scan",
+    "mamba_selective_state_update",
 )
 """The functions with kernels, over all model families; a modeling module has some of them."""
 

@@ -36,6 +36,7 @@ from hybrid.batch import Batch, Group
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference.attention import gathered
+from hybrid.models.engine_model import EngineModel
 from hybrid.models.torch_functions import use_torch_functions_on_cpu, without_kernels
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
@@ -616,7 +617,7 @@ def compute(model: Any, cache: Any, tokens: Tensor, positions: Tensor, rows: Ten
     return logits if keeps or rows is None else logits[rows]
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(EngineModel):
     """A model of transformers, as an engine computes it.
 
     Args:
@@ -628,14 +629,16 @@ class TransformersModel(nn.Module):
     """
 
     mtp: None = None
-    decode_can_be_recorded: bool = False
-    prompts_can_be_recorded: bool = False
+    keeps_bits: bool = False
+    takes_drafts: bool = False
+    takes_adapters: bool = False
+    takes_images: bool = False
+    is_warmed_up: bool = False
 
     def __init__(self, inner: Any, chunk_size: int) -> None:
-        super().__init__()
+        super().__init__(inner.config.get_text_config())
         self.inner = inner
         self.chunk_size = chunk_size
-        self.config: Any = inner.config.get_text_config()
         probe = Probe(inner)
         try:
             with torch.inference_mode():
@@ -784,14 +787,6 @@ def _fixed_frequencies(model: Any) -> Iterator[int]:
                 yield int((parameters[name] if name else parameters)["original_max_position_embeddings"])
             elif kind and "dynamic" in kind:
                 yield int(module.original_max_seq_len) - 1
-
-
-def is_in_transformers(model_type: str) -> bool:
-    """Tell whether transformers has a causal language model of a type."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return model_type in CONFIG_MAPPING_NAMES and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def load_transformers_model(

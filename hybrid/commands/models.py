@@ -26,18 +26,27 @@ PAGE = 64
 DELTA = "gated delta rule, convolution", "compiled", "Triton"
 MAMBA = "Mamba-2, convolution", "compiled", "plain torch"
 WINDOWS = "sliding windows", "compiled", "plain torch for prompts"
+KDA = "Kimi delta attention, convolution", "plain torch", "plain torch"
+OLMO = "gated delta rule, convolution", "compiled", "plain torch"
+LIGHTNING = "lightning attention", "compiled", "plain torch"
+MAMBA1 = "Mamba-1, convolution", "plain torch", "plain torch"
 SHORT = "short convolutions", "plain torch", "plain torch"
 NOTHING = "none", "", ""
 
 STATES: dict[str, tuple[str, str, str]] = {
+    "bailing_hybrid": KDA,
     "bamba": MAMBA,
     "falcon_h1": MAMBA,
     "gemma3_text": WINDOWS,
     "granitemoehybrid": MAMBA,
+    "jamba": MAMBA1,
+    "kimi_linear": KDA,
     "lfm2": SHORT,
     "lfm2_moe": SHORT,
     "llama": NOTHING,
+    "minimax": LIGHTNING,
     "nemotron_h": MAMBA,
+    "olmo_hybrid": OLMO,
     "qwen3": NOTHING,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from hybrid.models.transformers_types import is_new_enough
+
 BASE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -152,6 +154,67 @@ NEMOTRON: dict[str, Any] = {
     "routed_scaling_factor": 1.6,
 }
 
+OLMO: dict[str, Any] = {  # transformers writes convolutions of queries, keys and values as if they had one size
+    **BASE,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 20,
+}
+
+LATENT: dict[str, Any] = {
+    **BASE,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_experts_per_tok": 3,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.6,
+}
+
+KIMI: dict[str, Any] = {**LATENT, "linear_num_heads": 3, "linear_head_dim": 20}
+
+BAILING: dict[str, Any] = {**LATENT, "head_dim": 20, "num_mtp_layers": 0}
+
+JAMBA: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "mamba_d_state": 13,
+    "mamba_dt_rank": 5,
+}
+
+LIGHTNING: dict[str, Any] = {
+    **BASE,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "head_dim": 20,
+    "block_size": 64,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "linear_attn_alpha_factor": 0.9,
+    "linear_attn_beta_factor": 1.2,
+    "full_attn_alpha_factor": 1.1,
+    "full_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.3,
+    "mlp_beta_factor": 0.7,
+}
+
 FULL: dict[str, Any] = {**BASE, "num_hidden_layers": 2, "head_dim": 20}
 
 
@@ -173,7 +236,33 @@ class Family:
     max_shard_size: str = "1GB"
 
 
-FAMILIES: dict[str, Family] = {
+ALL_FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": Family(
+        "BailingHybridConfig", "BailingHybridForCausalLM", {**BAILING, "tie_word_embeddings": False}
+    ),
+    "bailing_hybrid, odd sizes, softplus, fused": Family(
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {
+            **BAILING,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 11,
+            "kv_lora_rank": 21,
+            "qk_rope_head_dim": 6,
+            "qk_nope_head_dim": 13,
+            "v_head_dim": 11,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 27,
+            "kda_safe_gate": False,
+            "attention_bias": True,
+        },
+        fused=True,
+    ),
     "bamba": Family("BambaConfig", "BambaForCausalLM", {**STATE_SPACE, "tie_word_embeddings": False}),
     "bamba, biases, tied": Family(
         "BambaConfig",
@@ -267,6 +356,51 @@ FAMILIES: dict[str, Family] = {
         },
         fused=True,
     ),
+    "jamba": Family("JambaConfig", "JambaForCausalLM", {**JAMBA, "tie_word_embeddings": False}),
+    "jamba, odd sizes, tied, biases, fused": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            **JAMBA,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "mamba_expand": 1,
+            "mamba_d_state": 11,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 7,
+            "mamba_proj_bias": True,
+            "tie_word_embeddings": True,
+        },
+        fused=True,
+    ),
+    "kimi_linear": Family("KimiLinearConfig", "KimiLinearForCausalLM", {**KIMI, "tie_word_embeddings": False}),
+    "kimi_linear, odd sizes, low rank, fused": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **KIMI,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "linear_num_heads": 5,
+            "linear_head_dim": 11,
+            "q_lora_rank": 13,
+            "kv_lora_rank": 21,
+            "qk_rope_head_dim": 6,
+            "qk_nope_head_dim": 13,
+            "v_head_dim": 11,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 27,
+            "attention_bias": True,
+        },
+        fused=True,
+    ),
     "lfm2": Family(
         "Lfm2Config", "Lfm2ForCausalLM", {**SHORT_CONVOLUTION, "block_multiple_of": 48, "tie_word_embeddings": True}
     ),
@@ -299,6 +433,22 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "llama": Family("LlamaConfig", "LlamaForCausalLM", {**FULL, "tie_word_embeddings": False}),
+    "minimax": Family("MiniMaxConfig", "MiniMaxForCausalLM", {**LIGHTNING, "tie_word_embeddings": False}),
+    "minimax, odd sizes, tied, fused": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **LIGHTNING,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 26,
+            "tie_word_embeddings": True,
+        },
+        fused=True,
+    ),
     "nemotron_h": Family("NemotronHConfig", "NemotronHForCausalLM", {**NEMOTRON, "tie_word_embeddings": False}),
     "nemotron_h, odd sizes, latent, fused": Family(
         "NemotronHConfig",
@@ -319,6 +469,26 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 27,
             "mlp_bias": True,
             "use_bias": True,
+        },
+        fused=True,
+    ),
+    "olmo_hybrid": Family("OlmoHybridConfig", "OlmoHybridForCausalLM", {**OLMO, "tie_word_embeddings": False}),
+    "olmo_hybrid, odd sizes, tied, rotary, fused": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {
+            **OLMO,
+            "vocab_size": 777,
+            "hidden_size": 150,
+            "intermediate_size": 99,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 13,
+            "linear_value_head_dim": 11,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": True,
         },
         fused=True,
     ),
@@ -375,6 +545,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By name, which begins with the model type of config.json."""
+
+FAMILIES = {name: family for name, family in ALL_FAMILIES.items() if is_new_enough(name.partition(",")[0])}
+"""Those that the installed transformers has."""
 
 
 def is_comparable(name: str) -> bool:

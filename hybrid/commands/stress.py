@@ -21,7 +21,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,6 +63,7 @@ from hybrid.engine.step_loop import NOT_FINITE
 from hybrid.errors import HybridError, RequestError
 from hybrid.interrupts import deferred
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.engine_model import EngineModel
 from hybrid.models.loading import has_predictor, open_checkpoint
 from hybrid.prompts.images import Image, ImagePrompt
 from hybrid.speculation.config import SpeculationConfig
@@ -539,7 +539,7 @@ def toy_engine(seed: int, faults: Faults, folder: Path) -> tuple[Engine, ToyRunn
         memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, mover=toy)
     else:
         memory = CacheMemory.of_indices(PAGES, STATES)
-    loaded = LoadedModel(model=SimpleNamespace(config=CONFIG), device=torch.device("cpu"), tokenizer=toy_tokenizer())
+    loaded = LoadedModel(model=EngineModel(CONFIG), device=torch.device("cpu"), tokenizer=toy_tokenizer())
     cache = HybridCache(memory, cache_config(seed, folder), model="toy")
     drafts = speculation(seed, VOCAB_SIZE, right_in_the_toy_model)
     return Engine(loaded, cache, limits(seed), runner=FaultyRunner(toy, faults), speculation=drafts), toy

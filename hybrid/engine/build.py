@@ -25,12 +25,10 @@ from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.kernels.ops import check_kernels, compiled_module, is_compiled, prefers_bfloat16, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
-from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gguf_file import is_gguf, read_tokenizer
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import QUANTIZATIONS, CheckpointFolder, can_quantize, load_model, open_checkpoint
-from hybrid.models.transformers_model import TransformersModel
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 from hybrid.speculation.config import SpeculationConfig
@@ -71,8 +69,8 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         """Name the model, its device and its type."""
-        named, has_dtype = self.name or type(self.model).__name__, isinstance(self.model, CausalLM | TransformersModel)
-        return f"{named}, {self.device}" + (f", {self.model.dtype}".replace("torch.", "") if has_dtype else "")
+        named, dtype = self.name or type(self.model).__name__, self.model.dtype
+        return f"{named}, {self.device}" + (f", {dtype}".replace("torch.", "") if dtype is not None else "")
 
     def digest(self) -> str:
         """The digest of configuration and weights as they are now: all of them are read, at about 1 GB per second and
@@ -134,7 +132,7 @@ def load(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.dtype, place) if isinstance(loaded, CausalLM) else None,
+        image_encoder=vision_tower(checkpoint, loaded.dtype, place) if loaded.takes_images else None,
         end_tokens=end_tokens,
         default_params=default_params,
         name=str(model),
@@ -332,7 +330,7 @@ def model_runner(
 ) -> ModelRunner:
     """Make the runner that computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
-    if device.type == "cuda" and isinstance(model, CausalLM):
+    if device.type == "cuda" and model.is_warmed_up:
         warm_up(model, cache, config, deterministic, speculation)
     graphs = None
     if is_captured(loaded, config):
@@ -362,7 +360,7 @@ def is_deterministic(config: CacheConfig, loaded: LoadedModel) -> bool:
     Raises:
         ArgumentError: they must be, and transformers' layers compute, whose bits depend on the batch.
     """
-    if isinstance(loaded.model, TransformersModel):
+    if not loaded.model.keeps_bits:
         if config.deterministic:
             raise ArgumentError(
                 f"deterministic=True needs a family of this package, and {loaded.name} runs by transformers' layers: "

@@ -14,7 +14,6 @@ from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Branches, Part, Step
 from hybrid.errors import ArgumentError
-from hybrid.models.transformers_model import TransformersModel
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts
@@ -214,7 +213,7 @@ def make_drafting(
         ArgumentError: two drafters have the same name, or there is no predictor, or transformers' layers compute, which
             keep no states between the drafts of a pass.
     """
-    if speculation is not None and isinstance(loaded.model, TransformersModel):
+    if speculation is not None and not loaded.model.takes_drafts:
         raise ArgumentError(
             f"drafts need a family of this package, and {loaded.name} runs by transformers' layers: leave speculation "
             "out, or use hybrid.hf.PrefixCache"

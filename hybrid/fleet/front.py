@@ -34,6 +34,7 @@ from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import STATES, FleetState, Promise, Route
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.engine_model import EngineModel
 from hybrid.models.loading import open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.answer_parser import tools_of
@@ -53,13 +54,6 @@ MAX_TRIES = 3
 
 GONE = (ActorDiedError, ActorUnavailableError, RayActorError)
 """Exceptions of replicas that have ended."""
-
-
-@dataclass(frozen=True)
-class _Configured:
-    """A model of which the configuration alone is here."""
-
-    config: Any
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Encoder:
         self.tokenizer: Any = load_tokenizer(checkpoint.path)
         end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config, self.tokenizer)
         self.default_params: SamplingParams = default_params
-        self.model: Any = _Configured(checkpoint.config)
+        self.model: Any = EngineModel(checkpoint.config)
         device = torch.device("cpu")
         self.loaded: LoadedModel = LoadedModel(
             model=self.model,

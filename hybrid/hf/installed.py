@@ -23,17 +23,6 @@ TESTED = "5.16.1 to 5.24"
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the argument with the cache: from 5.24 on, and before."""
 
-NEEDED = {
-    "bailing_hybrid": "5.20",
-    "inkling2_loop_text": "5.24",
-    "inkling2_text": "5.23",
-    "kimi_linear": "5.17",
-    "lara_mini": "5.24",
-    "lfm3": "5.23",
-    "qwen4_exp_text": "5.21",
-}
-"""Model types that work with newer versions only, and the first of these."""
-
 OVERRIDDEN = (
     "activate_past_recording",
     "batch_repeat_interleave",

@@ -25,9 +25,10 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError, PromptError, UnsupportedModelError
-from hybrid.hf.installed import NEEDED, as_argument, refuse_unexpected
+from hybrid.hf.installed import as_argument, refuse_unexpected
 from hybrid.hf.layers import Layout, fork_layer, layout_of, refuse_unsupported
 from hybrid.hf.model_version import ModelVersions
+from hybrid.models.transformers_types import NEEDED
 from hybrid.prompts.images import Media
 
 

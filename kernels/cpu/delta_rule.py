@@ -47,11 +47,28 @@ def chunk_gated_delta_rule(
     chunk_size: int,
 ) -> Tensor:
     """`reference.chunk_gated_delta_rule`."""
+    g, beta = delta_gates(a, b, rate, dt_bias)
+    return chunk_delta_rule(q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, chunk_size)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """`reference.delta_rule.chunk_delta_rule`."""
     heads, key_dim, value_dim = state.shape[1:]
     lies_right = all(tensor.stride()[1:] == (tensor.shape[2], 1) for tensor in (q, k, v))
     lies_right = lies_right and state.stride()[1:] == (key_dim * value_dim, value_dim, 1)
-    kind = kind_of("chunk_gated_delta_rule", v, q, k, b, exact=(state,), lies_right=lies_right)
-    g, beta = delta_gates(a, b, rate, dt_bias)
+    kind = kind_of("chunk_gated_delta_rule", v, q, k, beta, exact=(state, g), lies_right=lies_right)
     captures, y = captures.contiguous(), torch.empty(v.shape, dtype=v.dtype)
     state_read, state_write = state_read.contiguous(), state_write.contiguous()
     tensors = (q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, y)
@@ -60,6 +77,25 @@ def chunk_gated_delta_rule(
     sizes = cu_seqlens.numel() - 1, len(captures), heads // k.shape[1], key_dim, value_dim, chunk_size
     run(_rule, kind, (*addresses, *strides, *sizes, state.stride(0)), heads, 1, v.numel() // MIN_SHARED)
     return y
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
+) -> Tensor:
+    """`reference.delta_rule.recurrent_gated_delta_rule`: the rule in chunks of one token. Tokens that continue
+    from each other are a request, whose states on the way are captured."""
+    count = len(v)
+    starts, reads, writes = torch.arange(count + 1), state_read.clamp(min=0), state_write
+    captures = starts.new_empty(0, 3)
+    if count and int(state_read.min()) < 0:
+        first = state_read >= 0
+        first[0] = True
+        starts = torch.cat((first.nonzero().squeeze(1), starts[-1:]))
+        inner = torch.cat((~first[1:], first.new_zeros(1))) & (state_write >= 0)
+        tokens, of = inner.nonzero().squeeze(1), first.cumsum(0) - 1
+        captures = torch.stack((of[tokens], tokens + 1 - starts[of[tokens]], state_write[tokens]), 1)
+        reads, writes = reads[starts[:-1]], state_write[starts[1:] - 1]
+    return chunk_delta_rule(q, k, v, g, beta, state, starts, reads, writes, captures, 1)
 
 
 def gated_delta_step(

@@ -43,15 +43,10 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """The gated delta rule over a packed batch, chunk by chunk, each request continuing from its state.
 
-    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
-    l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
-    multiple of `chunk_size`; the last chunk may be short. All arithmetic is fp32.
-
     Args:
         q, k: `[T, key_heads, key_dim]`; value head h uses key head `h // (value_heads / key_heads)`.
         v: `[T, value_heads, value_dim]`.
-        a, b, rate, dt_bias: as for `delta_gates`, which gives g, the log of the decay, and beta, how much of the old
-            value is replaced.
+        a, b, rate, dt_bias: as for `delta_gates`.
         state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
         cu_seqlens: `[R + 1]` where each request's tokens begin. A request that keeps no state may have none.
         state_read, state_write: `[R]` slots; -1 in `state_write`: the request keeps no state.
@@ -61,8 +56,34 @@ def chunk_gated_delta_rule(
     Returns:
         `[T, value_heads, value_dim]` in the type of `v`.
     """
-    layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
     g, beta = delta_gates(a, b, rate, dt_bias)
+    return chunk_delta_rule(q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, chunk_size)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """`chunk_gated_delta_rule` with gates that are given.
+
+    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
+    l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
+    multiple of `chunk_size`; the last chunk may be short. All arithmetic is fp32.
+
+    Args:
+        g: `[T, value_heads]` fp32, the log of the decay.
+        beta: `[T, value_heads]` in the type of `v`, how much of the old value is replaced.
+    """
+    layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
     group, dtype = v.shape[1] // k.shape[1], v.dtype
 
     def chunks(x: Tensor) -> Tensor:

@@ -265,8 +265,12 @@ TARGETS = {
     "bamba": ["in_proj", "out_proj", "v_proj"],
     "falcon_h1": ["in_proj", "k_proj", "gate_proj", "down_proj"],
     "granitemoehybrid": ["in_proj", "o_proj", "input_linear", "output_linear"],
+    "jamba": ["in_proj", "x_proj", "dt_proj", "out_proj", "q_proj"],
+    "kimi_linear": ["q_proj", "f_b_proj", "g_a_proj", "kv_a_proj_with_mqa", "o_proj"],
     "lfm2": ["in_proj", "out_proj", "q_proj", "w1", "w2"],
+    "minimax": ["qkv_proj", "output_gate", "out_proj", "k_proj"],
     "nemotron_h": ["in_proj", "o_proj", "up_proj"],
+    "olmo_hybrid": ["q_proj", "g_proj", "a_proj", "o_proj", "down_proj"],
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"],
 }
 """Matrix products that adapters of families change, some of them of another name or order than ours."""

@@ -14,7 +14,8 @@ from transformers import GenerationMixin
 
 from hybrid import ArgumentError, RequestError, VersionError
 from hybrid.hf import installed
-from hybrid.hf.installed import CACHE_NAMES, NEEDED, as_argument, cache_in, cache_name, refuse_unexpected
+from hybrid.hf.installed import CACHE_NAMES, as_argument, cache_in, cache_name, refuse_unexpected
+from hybrid.models.transformers_types import NEEDED
 from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model, vision_model
 
 ROOT = Path(__file__).parents[2]

@@ -20,10 +20,8 @@ REASONS = {
     "glm_moe_dsa": "DynamicIndexedLayer",
     "inkling_text": "position_bias",
     "inkling2_text": "position_bias",
-    "jamba": "would differ",
     "zamba": "would differ",
     "recurrent_gemma": "would differ",
-    "minimax": "does not run on transformers' DynamicCache",
     "falcon_mamba": "none of its layers keeps keys and values",
 }
 """Types that are refused, and a part of the reason."""

@@ -220,10 +220,13 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
 
 @pytest.mark.parametrize(
     ("name", "wrong_every"),
-    [("bamba", 0), ("bamba", 3), ("tiny", 0), ("tiny", 3), ("gemma3_text", 3), ("qwen3_next", 3)],
+    [
+        *(("bamba", 3), ("tiny", 0), ("tiny", 3), ("gemma3_text", 3), ("qwen3_next", 3)),
+        *(("jamba", 3), ("kimi_linear", 0), ("olmo_hybrid", 3)),
+    ],
 )
 def test_trees_change_no_bit_of_any_family(name: str, wrong_every: int, tmp_path: Path) -> None:
-    """The states of Mamba-2, those of the delta rule, and windows, and experts."""
+    """The states of Mamba-2 and Mamba-1, those of delta rules, windows, latent rows, and experts."""
     path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)
     judge = Judge(Engine.from_pretrained(path, dtype="float32", cache=settings))

@@ -8,9 +8,9 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid.hf.installed import NEEDED
 from hybrid.hf.prefix_cache import PrefixCache
 from hybrid.models.torch_functions import use_torch_functions
+from hybrid.models.transformers_types import NEEDED
 
 GRID = 16
 VOCAB = 128

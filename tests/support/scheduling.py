@@ -11,6 +11,7 @@ from hybrid import CacheConfig, CacheMemory, Engine, EngineConfig, HybridCache
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
+from hybrid.models.engine_model import EngineModel
 from support.engines import GRID
 
 VOCAB = 1024
@@ -72,7 +73,7 @@ def engine_without_model(
 ) -> Engine:
     """An engine on numbers alone: of pages and state slots, or of a memory."""
     shape = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=100_000, hidden_size=4)
-    loaded = LoadedModel(model=SimpleNamespace(config=shape), device=torch.device("cpu"))
+    loaded = LoadedModel(model=EngineModel(shape), device=torch.device("cpu"))
     if memory is None:
         assert pages is not None
         memory = CacheMemory.of_indices(pages, states)

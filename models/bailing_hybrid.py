@@ -1,0 +1,81 @@
+"""Ling 3.0 (`bailing_hybrid`): the layers of Kimi Linear, with decays that have a bound, rotary positions and a gate in
+latent attention, and experts in groups. Layers for multi-token prediction are left out.
+"""
+
+from typing import Any
+
+from hybrid.models.kda import KimiDeltaAttention, kda_layouts
+from hybrid.models.kimi_linear import KimiLinearForCausalLM
+from hybrid.models.latent_attention import LatentAttention, latent_layouts
+from hybrid.models.layers import Linear
+from hybrid.models.moe import expert_layouts
+from hybrid.models.weights import Layouts, Source, renamed
+
+ON_DISK = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".self_attn.": ".attention.",
+    ".gate.choice_bias": ".gate.expert_bias",
+}
+"""Parts of names, and what they are in published checkpoints."""
+
+
+class BailingHybridForCausalLM(KimiLinearForCausalLM):
+    """Ling 3.0 with its head.
+
+    Args:
+        config: a `BailingHybridConfig` of transformers.
+        chunk_size: chunk of the linear layers, in tokens.
+        has_predictor: must be False; the family's layers for multi-token prediction are not supported.
+    """
+
+    @classmethod
+    def linear(cls, config: Any, layer: int) -> KimiDeltaAttention:
+        """A linear-attention layer."""
+        size, heads = config.hidden_size, config.linear_num_heads
+        decay, gate = ({f"{name}_proj": Linear(size, heads * config.linear_head_dim)} for name in "fg")
+        lowest = config.kda_lower_bound if config.kda_safe_gate else None
+        return KimiDeltaAttention(config, layer, decay, gate, (heads,), lowest)
+
+    @classmethod
+    def attention(cls, config: Any, layer: int) -> LatentAttention:
+        """A full-attention layer."""
+        return LatentAttention(config, layer, gated=True)
+
+    @classmethod
+    def rotated(cls, config: Any) -> int:
+        """The size of what is rotated."""
+        size: int = config.qk_rope_head_dim
+        return size
+
+    @classmethod
+    def unsupported(cls, config: Any) -> str | None:
+        """Return what of a configuration is not computed here; None: all of it is."""
+        if (config.rope_parameters or {}).get("mscale_all_dim"):
+            return "mscale_all_dim in rope_parameters is not supported"
+        return super().unsupported(config)
+
+    @staticmethod
+    def ignores(name: str, config: Any) -> bool:
+        """Tell whether a tensor on disk is not used: layers for multi-token prediction come after the others."""
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        return layer.isdigit() and int(layer) >= config.num_hidden_layers
+
+    @staticmethod
+    def layouts(parameter: str, config: Any) -> Layouts:
+        """The tensors on disk that make up a parameter."""
+        found = expert_layouts(parameter, config.num_local_experts, config.moe_intermediate_size)
+        found = found or kda_layouts(parameter, config) or latent_layouts(parameter, config)
+        found = found or renamed(parameter, {})
+        published = [
+            [Source(renamed(source.name, ON_DISK)[0][0].name, source.rows, source.at) for source in each]
+            for each in found
+        ]
+        own = [
+            [
+                Source(source.name.replace(".choice_bias", ".e_score_correction_bias"), source.rows, source.at)
+                for source in each
+            ]
+            for each in found
+        ]
+        return (*own, *published)

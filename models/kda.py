@@ -1,0 +1,146 @@
+"""Kimi delta attention as the model families share it: a causal convolution, and the delta rule with a decay for each
+channel of the keys, each with its state in a state slot.
+
+The rule is computed in plain torch on every device (`hybrid.kernels.reference.kda`), chunk by chunk.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference import convolution
+from hybrid.kernels.reference.elementwise import sigmoid, softplus
+from hybrid.kernels.reference.kda import chunk_kda, kda_step
+from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, decode_linear
+from hybrid.models.weights import Layouts, Source
+from hybrid.spec import StateTensor
+
+GATES = {
+    ".f_proj.": ".forget_gate.f_proj.",
+    ".f_a_proj.": ".forget_gate.f_a_proj.",
+    ".f_b_proj.": ".forget_gate.f_b_proj.",
+    ".A_log": ".forget_gate.A_log",
+    ".dt_bias": ".forget_gate.dt_bias",
+}
+"""Parts of names, as published, and what transformers has for them in memory."""
+
+
+class KimiDeltaAttention(nn.Module):
+    """A linear-attention layer.
+
+    Args:
+        config: has the sizes `linear_num_heads`, `linear_head_dim` and `linear_conv_kernel_dim`.
+        layer: its row in the states.
+        decay: the projections of the decays, which are products one after another, and likewise of the output's gate,
+            by name.
+        rates: shape of the rates of decay as they are stored.
+        lowest: the log of a decay is above it; None: it has no bound.
+    """
+
+    reads_on_host: bool = True  # the rule reads the slots
+
+    def __init__(
+        self,
+        config: Any,
+        layer: int,
+        decay: Mapping[str, Linear],
+        gate: Mapping[str, Linear],
+        rates: tuple[int, ...],
+        lowest: float | None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim: int = config.linear_head_dim
+        self.lowest: float | None = lowest
+        size, heads = config.hidden_size, config.linear_num_heads
+        inner = heads * self.head_dim
+        self.q_proj: Linear = Linear(size, inner)
+        self.k_proj: Linear = Linear(size, inner)
+        self.v_proj: Linear = Linear(size, inner)
+        self.b_proj: Linear = Linear(size, heads)
+        for name, module in (*decay.items(), *gate.items()):
+            self.add_module(name, module)
+        self._decay, self._gate = (*decay.values(),), (*gate.values(),)
+        self.conv1d: DepthwiseWeight = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
+        self.A_log: nn.Parameter = nn.Parameter(torch.empty(rates), requires_grad=False)
+        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(inner), requires_grad=False)
+        self.o_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=0.0)
+        self.o_proj: Linear = Linear(inner, size)
+
+    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        mixed = torch.cat([each(x, batch) for each in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        g, beta = self._decays(_chained(self._decay, x, batch)), sigmoid(self.b_proj(x, batch))
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            rows = prompts.rows
+            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            taps, own = self.conv1d.weight.squeeze(1), batch.needs_own_kernels
+            values = self._split(kernels.causal_conv1d(mixed[rows], taps, conv, *slots, batch_invariant=own))
+            parts.append(chunk_kda(*values, g[rows], beta[rows], recurrent, *slots, chunk_size))
+        if (decodes := batch.decodes) is not None:
+            inputs = (mixed[decodes.rows], g[decodes.rows], beta[decodes.rows])
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
+        y = self.o_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
+        gate = _chained(self._gate, x, batch).float().view(y.shape)
+        return self.o_proj(kernels.sigmoid_and_mul(y.flatten(1), gate.flatten(1)).to(x.dtype), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The convolution and the rule for decoded tokens: `inputs` are their rows of `mixed`, and their gates."""
+        mixed, g, beta = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)
+        convolved: Any = kernels.compiled_for("convolution", mixed) or convolution
+        values = self._split(convolved.causal_conv1d_update(mixed, taps, conv, *slots))
+        return kda_step(*values, g, beta, recurrent, *slots)
+
+    def _decays(self, x: Tensor) -> Tensor:
+        """The logs of the decays, `[T, heads, head_dim]` fp32, of their projection."""
+        x = (x.float() + self.dt_bias.float()).unflatten(-1, (-1, self.head_dim))
+        rate = self.A_log.float().exp().view(-1, 1)
+        if self.lowest is None:
+            return -rate * softplus(x)
+        return self.lowest * sigmoid(rate * x)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in mixed.chunk(3, dim=-1))
+
+
+def _chained(products: tuple[Linear, ...], x: Tensor, batch: Batch) -> Tensor:
+    """What products give, each of what the one before it gives."""
+    for product in products:
+        x = product(x, batch)
+    return x
+
+
+def kda_states(config: Any, layers: int, dtype: torch.dtype) -> tuple[StateTensor, StateTensor]:
+    """The tensors per sequence of some layers."""
+    heads, size = config.linear_num_heads, config.linear_head_dim
+    return (
+        StateTensor("recurrent", (layers, heads, size, size), torch.float32),
+        StateTensor("conv", (layers, config.linear_conv_kernel_dim - 1, 3 * heads * size), dtype),
+    )
+
+
+def kda_layouts(parameter: str, config: Any) -> Layouts | None:
+    """The layouts of a parameter of a layer: as transformers has it in memory, and as published; None: it is not one
+    that they name or divide otherwise.
+
+    Args:
+        parameter: its name, where the layer is `self_attn`.
+    """
+    prefix, found, _ = parameter.partition(".self_attn.conv1d.")
+    if found:
+        inner = config.linear_num_heads * config.linear_head_dim
+        places = {name: (slice(at * inner, (at + 1) * inner),) for at, name in enumerate("qkv")}
+        parts = tuple(Source(f"{prefix}.self_attn.{name}_conv1d.weight", at=at) for name, at in places.items())
+        return (Source(parameter),), parts
+    for part, stored in GATES.items():
+        if f".self_attn{part}" in parameter:
+            return (Source(parameter.replace(part, stored)),), (Source(parameter),)
+    return None

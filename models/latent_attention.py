@@ -1,0 +1,119 @@
+"""Latent attention (MLA; DeepSeek-AI, "DeepSeek-V2", 2024): pages hold one short row for each token, which all heads
+share, and of which keys and values are products.
+
+The products are moved to the queries and to what is seen: queries are compared with the rows, and the rows are summed.
+So the same kernels serve as for other attention, with one head of keys whose values are the keys themselves.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.ops import linear
+from hybrid.models.attention import attend_to_pages, copy_keys_and_values
+from hybrid.models.layers import Linear, RMSNorm, Rotary, rotate
+from hybrid.models.weights import Layouts, Source
+from hybrid.spec import TokenTensor
+
+
+class LatentAttention(nn.Module):
+    """A full-attention layer; what keys and values are made of is in pages.
+
+    Args:
+        layer: its place in a page.
+        scale: of the products of queries and keys; None: one over the root of a key's size.
+        gated: what a head gives has a gate.
+
+    Attributes:
+        key_up, value_up: what makes keys and values of a token's row, without the part that is rotated,
+            `[heads * size, kv_lora_rank]`. Adapters do not change them.
+    """
+
+    def __init__(self, config: Any, layer: int, scale: float | None = None, gated: bool = False) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads: int = config.num_attention_heads
+        self.rank: int = config.kv_lora_rank
+        self.sizes: tuple[int, int] = (config.qk_nope_head_dim, config.qk_rope_head_dim)
+        self.scale: float = sum(self.sizes) ** -0.5 if scale is None else scale
+        size, bias, queries = config.hidden_size, config.attention_bias, self.heads * sum(self.sizes)
+        short: int | None = getattr(config, "q_lora_rank", None)
+        if short is None:
+            self.q_proj: Linear = Linear(size, queries)
+        else:
+            self.q_a_proj: Linear = Linear(size, short, bias)
+            self.q_a_layernorm: RMSNorm = RMSNorm(short, 1e-6, offset=0.0)
+            self.q_b_proj: Linear = Linear(short, queries)
+        self.is_short: bool = short is not None
+        self.kv_a_proj_with_mqa: Linear = Linear(size, self.rank + self.sizes[1], bias)
+        self.kv_a_layernorm: RMSNorm = RMSNorm(self.rank, 1e-6, offset=0.0)
+        self.key_up: nn.Parameter = nn.Parameter(
+            torch.empty(self.heads * self.sizes[0], self.rank), requires_grad=False
+        )
+        self.value_up: nn.Parameter = nn.Parameter(
+            torch.empty(self.heads * config.v_head_dim, self.rank), requires_grad=False
+        )
+        self.o_proj: Linear = Linear(self.heads * config.v_head_dim, size, bias)
+        self.g_proj: Linear | None = Linear(size, self.heads) if gated else None
+        self.turned_key_up: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes the rows of its tokens to the slots of the batch."""
+        plain, turned = self._queries(x, batch).unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
+        row, turned_row = self.kv_a_proj_with_mqa(x, batch).split((self.rank, self.sizes[1]), dim=-1)
+        turned, turned_row = _rotated(turned, rotary), _rotated(turned_row.unsqueeze(1), rotary)
+        rows = torch.cat((self.kv_a_layernorm(row).unsqueeze(1), turned_row), dim=-1)
+        pages = kv[:, self.layer].expand(-1, 2, *kv.shape[3:])  # values lie where keys do
+        kernels.store_kv(rows, rows, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
+        q = torch.cat((_by_head(plain, self._key_up(), batch), turned), dim=-1)
+        seen = attend_to_pages(q, pages, batch, self.scale, chunk_size)[..., : self.rank]
+        y = _by_head(seen, self.value_up.unflatten(0, (self.heads, -1)), batch)
+        if self.g_proj is not None:
+            gate = self.g_proj(x, batch).unsqueeze(-1).expand(y.shape)
+            y = kernels.sigmoid_and_mul(y.flatten(1), gate.flatten(1)).view(y.shape)
+        return self.o_proj(y.flatten(1), batch)
+
+    def _queries(self, x: Tensor, batch: Batch) -> Tensor:
+        if not self.is_short:
+            return self.q_proj(x, batch)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, batch)), batch)
+
+    def _key_up(self) -> Tensor:
+        """`[heads, kv_lora_rank, size]`, made once."""
+        if self.turned_key_up is None:
+            self.turned_key_up = self.key_up.detach().unflatten(0, (self.heads, -1)).transpose(1, 2).contiguous()
+        return self.turned_key_up
+
+
+def _by_head(x: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+    """The products of rows `[T, heads, in]` with the matrices of their heads, `[heads, out, in]`."""
+    each = [linear(x[:, head].contiguous(), own, batch.decode_start) for head, own in enumerate(weight)]
+    return torch.stack(each, dim=1)
+
+
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    """Heads `[T, heads, size]`, whose pairs of numbers are rotated, if the model has angles; then the first ones of all
+    pairs come before the second ones."""
+    if not rotary.cos.shape[-1]:
+        return x
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), rotary.cos, rotary.sin)
+
+
+def latent_rows(config: Any, layers: int, dtype: torch.dtype) -> TokenTensor:
+    """The rows of some layers in pages."""
+    return TokenTensor("kv", (layers, 1), (1, config.kv_lora_rank + config.qk_rope_head_dim), dtype)
+
+
+def latent_layouts(parameter: str, config: Any) -> Layouts | None:
+    """The layout of a parameter that is stored as a part of another one; None: it is not."""
+    prefix, _, name = parameter.rpartition(".")
+    if name not in ("key_up", "value_up"):
+        return None
+    sizes = config.qk_nope_head_dim, config.v_head_dim
+    rows = torch.arange(config.num_attention_heads * sum(sizes), device="cpu").view(-1, sum(sizes))
+    own = rows.split(sizes, dim=1)[name == "value_up"]
+    return ((Source(f"{prefix}.kv_b_proj.weight", rows=own.flatten()),),)

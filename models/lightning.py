@@ -1,0 +1,77 @@
+"""Lightning attention (Qin et al., "Lightning Attention-2", 2024): linear attention whose state decays by a number of
+each head. It is Mamba-2's state space rule with time steps of 1, and computed as such.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference import state_space
+from hybrid.kernels.reference.elementwise import silu
+from hybrid.models.layers import Linear, RMSNorm, decode_linear
+
+
+class LightningAttention(nn.Module):
+    """A linear-attention layer.
+
+    Args:
+        head_dim: size of a head.
+        layer: its row in the states.
+        depth: the number of the layer in the model: how fast states decay depends on it.
+    """
+
+    def __init__(self, config: Any, head_dim: int, layer: int, depth: int) -> None:
+        super().__init__()
+        self.layer, self.depth = layer, depth
+        self.layers: int = config.num_hidden_layers
+        self.heads: int = config.num_attention_heads
+        self.head_dim: int = head_dim
+        size, inner = config.hidden_size, self.heads * head_dim
+        self.qkv_proj: Linear = Linear(size, 3 * inner)
+        self.output_gate: Linear = Linear(size, inner)
+        self.norm: RMSNorm = RMSNorm(inner, 1e-6, offset=0.0)
+        self.out_proj: Linear = Linear(inner, size)
+        self.rate: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        mixed = silu(self.qkv_proj(x, batch)).unflatten(-1, (self.heads, 3 * self.head_dim))
+        q, k, v = (part.contiguous() for part in mixed.chunk(3, dim=-1))
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            rows, rule = prompts.rows, _computes(x).chunk_state_space
+            times, recurrent = self._times(q[rows]), state["recurrent"][:, self.layer]
+            parts.append(rule(v[rows], times, k[rows], q[rows], self._rate(x), recurrent, *slots, chunk_size))
+        if (decodes := batch.decodes) is not None:
+            inputs = (q[decodes.rows], k[decodes.rows], v[decodes.rows])
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
+        y = self.norm((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1).to(x.dtype))
+        return self.out_proj(kernels.sigmoid_and_mul(y, self.output_gate(x, batch)), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The rule for decoded tokens: `inputs` are their queries, keys and values."""
+        (q, k, v), rule = inputs, _computes(inputs[0]).state_space_step
+        recurrent = state["recurrent"][:, self.layer]
+        y: Tensor = rule(v, self._times(q), k, q, self._rate(q), recurrent, steps.read, steps.write)
+        return y
+
+    def _times(self, q: Tensor) -> Tensor:
+        """The time steps of tokens, `[T, heads]`."""
+        return q.new_ones(len(q), self.heads, dtype=torch.float32)
+
+    def _rate(self, like: Tensor) -> Tensor:
+        """The logs of the decays of a token, `[heads]` fp32, computed once."""
+        if self.rate is None:
+            share = 1 - self.depth / (self.layers - 1 + 1e-5) + 1e-5
+            head = torch.arange(1, self.heads + 1, device=like.device)
+            self.rate = -((1 / 2 ** (8 / self.heads)) ** head).float() * share
+        return self.rate
+
+
+def _computes(x: Tensor) -> Any:
+    """The module whose functions compute the rule."""
+    return kernels.compiled_for("state_space", x) or state_space
