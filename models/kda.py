@@ -81,8 +81,8 @@ class KimiDeltaAttention(nn.Module):
             rows = prompts.rows
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             taps, own = self.conv1d.weight.squeeze(1), batch.needs_own_kernels
-            values = self._split(kernels.causal_conv1d(mixed[rows], taps, conv, *slots, batch_invariant=own))
-            parts.append(chunk_kda(*values, g[rows], beta[rows], recurrent, *slots, chunk_size))
+            q, k, v = self._split(kernels.causal_conv1d(mixed[rows], taps, conv, *slots, batch_invariant=own))
+            parts.append(chunk_kda(q, k, v, g[rows], beta[rows], recurrent, *slots, chunk_size))
         if (decodes := batch.decodes) is not None:
             inputs = (mixed[decodes.rows], g[decodes.rows], beta[decodes.rows])
             parts.append(decode_linear(self, inputs, decodes, batch, state))
@@ -96,8 +96,8 @@ class KimiDeltaAttention(nn.Module):
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)
         convolved: Any = kernels.compiled_for("convolution", mixed) or convolution
-        values = self._split(convolved.causal_conv1d_update(mixed, taps, conv, *slots))
-        return kda_step(*values, g, beta, recurrent, *slots)
+        q, k, v = self._split(convolved.causal_conv1d_update(mixed, taps, conv, *slots))
+        return kda_step(q, k, v, g, beta, recurrent, *slots)
 
     def _decays(self, x: Tensor) -> Tensor:
         """The logs of the decays, `[T, heads, head_dim]` fp32, of their projection."""

@@ -60,13 +60,13 @@ class Mamba1(nn.Module):
         if decodes is not None:
             convolved.append(unrolled(self._convolve, (mixed[decodes.rows],), decodes, state))
         x = torch.cat(convolved)
-        scanned = (x, *self._chosen(x, batch))
+        dt, b, c = self._chosen(x, batch)
         parts = []
         if prompts is not None:
-            recurrent = state["recurrent"][:, self.layer]
-            parts.append(selective_scan(*(part[prompts.rows] for part in scanned), self._rate(), recurrent, *slots))
+            rows, recurrent = prompts.rows, state["recurrent"][:, self.layer]
+            parts.append(selective_scan(x[rows], dt[rows], b[rows], c[rows], self._rate(), recurrent, *slots))
         if decodes is not None:
-            inputs = tuple(part[decodes.rows] for part in scanned)
+            inputs = tuple(part[decodes.rows] for part in (x, dt, b, c))
             if batch.log is not None:
                 batch.log.append((mixed[decodes.rows], *inputs))
             parts.append(unrolled(self._scan, inputs, decodes, state))

@@ -201,6 +201,7 @@ JAMBA: dict[str, Any] = {
 
 LIGHTNING: dict[str, Any] = {
     **BASE,
+    "initializer_range": 0.4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 3,
     "head_dim": 20,

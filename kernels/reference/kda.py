@@ -6,6 +6,8 @@ l2-normalised (Kimi Team, "Kimi Linear", 2025). Slots, packed batches, captures 
 else is computed.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,8 +52,8 @@ def chunk_kda(
         current = state[read].clone()
         for start in range(starts[row], starts[row + 1], chunk_size):
             tokens = slice(start, min(start + chunk_size, starts[row + 1]))
-            own = (_of_chunk(part[tokens], chunk_size) for part in (q, k, v, g, beta.unsqueeze(-1)))
-            y, current = _chunk(*own, current)
+            own = [_of_chunk(part[tokens], chunk_size) for part in (q, k, v, g, beta.unsqueeze(-1))]
+            y, current = _chunk(own, current)
             output[tokens] = y.transpose(0, 1)[: tokens.stop - start]
             slot = captured.get((row, start + chunk_size - starts[row]))
             if slot is not None:
@@ -66,9 +68,14 @@ def _of_chunk(part: Tensor, chunk_size: int) -> Tensor:
     return F.pad(part.float().transpose(0, 1), (0, 0, 0, chunk_size - len(part))).contiguous()
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of a chunk, and the state after it. All are `[heads, chunk_size, size]`, the state is `[heads,
-    key_dim, value_dim]`."""
+def _chunk(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of a chunk, and the state after it.
+
+    Args:
+        inputs: q, k, v, g and beta, `[heads, chunk_size, size]`.
+        state: `[heads, key_dim, value_dim]`.
+    """
+    q, k, v, g, beta = inputs
     q, k = l2norm(q) * q.shape[-1] ** -0.5, l2norm(k)
     decay = g.cumsum(1)  # log of the decay since the start of the chunk
     size = q.shape[1]
