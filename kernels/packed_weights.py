@@ -40,12 +40,6 @@ def is_packed_weight(weight: Tensor) -> bool:
     return weight.dtype == torch.uint8
 
 
-def num_bytes(outputs: int, inputs: int, group: int) -> int:
-    """Bytes of a weight `[outputs, inputs]` that is quantized here, scales and minimums included."""
-    blocks = -(-inputs // BLOCK)
-    return outputs * blocks * (BLOCK // 2 + BLOCK // group * 2 * torch.bfloat16.itemsize)
-
-
 def quantize(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """A weight in four bits. A number changes by at most half of its group's scale, and by what scale and minimum lose
     as bfloat16: up to 1/16 of the scale in groups whose numbers have both signs.
@@ -71,6 +65,24 @@ def quantize(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     chosen = ((grouped - minimum.unsqueeze(-1)) / divisor).round_().nan_to_num_(0).clamp_(0, HIGHEST)
     whole = chosen.view(outputs, -1)[:, :inputs].to(torch.uint8)
     return pack(whole), scales.view(outputs, blocks, BLOCK // group, 2)
+
+
+def from_groups(q: Tensor, scale: Tensor, minimum: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """A weight whose numbers are `scale * q + minimum` of their groups, as a file has them.
+
+    Args:
+        q: `[out, in]` uint8, 0 to 15.
+        scale, minimum: `[out, groups]`, of which the last group may be cut off by the end of the row.
+        group: numbers of a group, one of `GROUPS`.
+
+    Returns:
+        packed and scales, as above, scales in the type of `scale`. What fills the last block of a row is 0.
+    """
+    outputs, inputs = q.shape
+    blocks = -(-inputs // BLOCK)
+    missing = blocks * (BLOCK // group) - scale.shape[1]
+    scales = torch.nn.functional.pad(torch.stack((scale, minimum), dim=-1), (0, 0, 0, missing))
+    return pack(q), scales.view(outputs, blocks, BLOCK // group, 2)
 
 
 def pack(q: Tensor) -> Tensor:

@@ -33,11 +33,12 @@ from hybrid.models.minimax import MiniMaxForCausalLM
 from hybrid.models.moe import ExpertRouter, Experts
 from hybrid.models.nemotron_h import NemotronHForCausalLM
 from hybrid.models.olmo_hybrid import OlmoHybridForCausalLM
+from hybrid.models.quantized_files import restored_tensors
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.transformers_model import TransformersModel, load_transformers_model
 from hybrid.models.transformers_types import NEEDED, is_in_transformers, is_new_enough
-from hybrid.models.weights import Loader, Stored, check_quantization, stored_tensors, with_scales
+from hybrid.models.weights import Layouts, Loader, Quantization, RestoredTensor, Stored, stored_tensors
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -88,17 +89,6 @@ MIN_OUTPUTS = 64
 """Outputs of a product from which on it is stored in four bits."""
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """The form in which weights are kept that are quantized while they are loaded.
-
-    Attributes:
-        group: numbers of a row that share a scale and a minimum, in four bits; None: int8, a scale for each row.
-    """
-
-    group: int | None = None
-
-
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": Quantization(),
     "int4": Quantization(group=64),
@@ -137,19 +127,20 @@ def open_checkpoint(name: str | Path) -> CheckpointFolder:
 
     Args:
         name: a folder, a GGUF file, the id of a repository on the Hugging Face hub, or "tiny" for the one inside the
-            package.
+            package. A folder or a repository of several GGUF files is followed by which one is meant, its name or what
+            it is quantized to: "owner/model:Q4_K_M".
 
     Raises:
         CheckpointError: there is no checkpoint, or its configuration cannot be read.
         UnsupportedModelError: its architecture is not supported.
     """
-    if isinstance(name, str | Path) and gguf_file.is_gguf(Path(name)):
-        config = gguf_file.read_config(Path(name))
+    path = _locate(name)
+    if gguf_file.is_gguf(path):
+        config = gguf_file.read_config(path)
         message = ARCHITECTURES[config.model_type].unsupported(config)
         if message is not None:
             raise UnsupportedModelError(f"{name}: {message}")
-        return CheckpointFolder(Path(name), config.model_type, config, config)
-    path = _locate(name)
+        return CheckpointFolder(path, config.model_type, config, config)
     raw = read_config(path / "config.json")
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if isinstance(model_type, str) and not is_new_enough(model_type):
@@ -210,17 +201,16 @@ def load_model(
     family = checkpoint.family
     if family is None:
         return _load_by_transformers(checkpoint, dtype, device, chunk_size, quantize is not None, show)
-    check_quantization(checkpoint.path, getattr(checkpoint.whole, "quantization_config", None))
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for stored in _stored(checkpoint, family).values():
         name = stored.name.replace("model.language_model.", "model.", 1)
         ignored = name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP))
         if not ignored and not family.ignores(name, checkpoint.config):
             tensors[name] = stored
+    tensors = restored_tensors(checkpoint.path, tensors, getattr(checkpoint.whole, "quantization_config", None))
     tied = _is_tied(checkpoint, tensors, family)
     if tied:
         tensors.pop(HEAD, None)
-    tensors = with_scales(tensors, getattr(checkpoint.whole, "quantization_config", None))
     predictors = {name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")}
     if len(predictors) > 1:
         raise UnsupportedModelError(
@@ -233,25 +223,29 @@ def load_model(
     except Exception as error:  # sizes that do not fit each other, or no tensor can have
         raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
-    kept = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
+    bfloat16 = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
     routers = (name for name, module in model.named_modules() if isinstance(module, ExpertRouter))
     exact = frozenset(f"{name}.choice_bias" for name in routers)
-    quantized = set() if quantize is None else {*_quantized(model, quantize)} & shapes.keys()
+    quantized = {} if quantize is None else dict.fromkeys({*_quantized(model, quantize)} & shapes.keys(), quantize)
+    forms = {form for stored in tensors.values() if (form := stored.form) is not None}
+    as_on_disk = {form: {*_quantized(model, form)} for form in forms}
     loader = Loader(
         checkpoint.path,
         shapes,
-        lambda parameter: family.layouts(parameter, checkpoint.config),
+        lambda parameter: _layouts(checkpoint, family, parameter),
         dtype,
         device,
-        frozenset(quantized),
-        frozenset(kept),
+        quantized,
+        frozenset(bfloat16),
         exact,
-        None if quantize is None else quantize.group,
+        lambda parameter, form: quantize is None and can_quantize(device) and parameter in as_on_disk[form],
     )
-    compile_operations(dtype, device, quantize is not None and quantize.group is None, show)
+    is_int8 = quantize is not None and quantize.group is None
+    compile_operations(dtype, device, is_int8 or any(form.group is None for form in as_on_disk), show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         parameters = loader.load(tensors, bar.update)
+    _log_forms(checkpoint.path, loader, tensors, quantize is not None)
     for name, module in _linears(model):
         if f"{name}.weight" in loader.scales:  # whose shape may be another one
             module.scale = loader.scales[f"{name}.weight"]
@@ -264,15 +258,45 @@ def load_model(
     return model.eval()
 
 
+def _log_forms(path: Path, loader: Loader, tensors: Mapping[str, Stored], quantize: bool) -> None:
+    """Say what became of the weights that are quantized on disk."""
+    restored = sum(isinstance(stored, RestoredTensor) and stored.is_quantized for stored in tensors.values())
+    if not restored:
+        return
+    if not can_quantize(loader.device):
+        reason = "products with quantized weights are compiled for a CPU alone"
+    elif quantize:
+        reason = "load_dtype quantizes them again"
+    else:
+        reason = "embedding, head, experts, routers, small products, and what has no form of four bits or of int8 rows"
+    log.info(
+        "%s: %d tensors are quantized; %d weights stay in four bits or int8, the others are restored to %s while they "
+        "are read (%s)",
+        path,
+        restored,
+        len(loader.kept),
+        loader.dtype,
+        reason,
+    )
+
+
 def _stored(checkpoint: CheckpointFolder, family: type[Any]) -> Mapping[str, Stored]:
     """The tensors of a checkpoint by name."""
     if not gguf_file.is_gguf(checkpoint.path):
         return stored_tensors(checkpoint.path)
     with torch.device("meta"):
         model: CausalLM = family(checkpoint.config, 64)
-    layouts = (family.layouts(name, checkpoint.config) for name, _ in model.named_parameters())
+    layouts = (_layouts(checkpoint, family, name) for name, _ in model.named_parameters())
     names = {source.name for ways in layouts for sources in ways for source in sources}
     return gguf_file.read_tensors(checkpoint.path, checkpoint.config, names)
+
+
+def _layouts(checkpoint: CheckpointFolder, family: type[Any], parameter: str) -> Layouts:
+    """The tensors on disk that make up a parameter."""
+    if gguf_file.is_gguf(checkpoint.path):
+        return gguf_file.layouts(parameter, checkpoint.config, family.layouts)
+    found: Layouts = family.layouts(parameter, checkpoint.config)
+    return found
 
 
 def _load_by_transformers(
@@ -388,23 +412,66 @@ def _locate(name: str | Path) -> Path:
         raise CheckpointError(f"{str(name)!r:.200} cannot be opened: {error.strerror}; give another folder") from error
     if name == "tiny" and not exists:
         path, is_folder = TINY, True
+    base, _, choice = str(name).rpartition(":")
     if is_folder:
-        if not is_file(path / "config.json"):
-            raise CheckpointError(
-                f"{path} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors"
-            )
+        return _in_folder(path, None)
+    if base and Path(base).is_dir():
+        return _in_folder(Path(base), choice)
+    if gguf_file.is_gguf(path):
         return path
-    if exists or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
+    hub_id = base or str(name)
+    if exists or path.is_absolute() or hub_id.count("/") != 1 or hub_id.startswith("."):
         raise CheckpointError(
-            f"{name} is not a checkpoint: give a folder with config.json and *.safetensors, "
+            f"{name} is not a checkpoint: give a folder with config.json and *.safetensors, a GGUF file, "
             "or a hub id as 'Qwen/Qwen3.5-0.8B'"
         )
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(str(name), allow_patterns=FILES))
+        return _download(hub_id, choice if base else None)
+    except CheckpointError:
+        raise
     except Exception as error:  # the hub's client raises many kinds: no network, no such repository, no access
         raise CheckpointError(
             f"there is no folder {name} here, and it cannot be downloaded from the hub: give a folder with config.json "
             f"and *.safetensors, a hub id as 'Qwen/Qwen3.5-0.8B', or 'tiny' ({type(error).__name__}: {error})"
         ) from error
+
+
+def _in_folder(folder: Path, choice: str | None) -> Path:
+    """The folder itself, or the GGUF file in it that is meant.
+
+    Raises:
+        CheckpointError: it has no checkpoint, or several GGUF files fit.
+    """
+    try:
+        files = [each.name for each in folder.iterdir()]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}; check its permissions") from error
+    has_weights = any(name.endswith(".safetensors") for name in files)
+    if choice is not None or (gguf_file.whole_files(files) and not ("config.json" in files and has_weights)):
+        return folder / gguf_file.chosen_file(files, choice, folder)
+    if not is_file(folder / "config.json"):
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors, or a "
+            "GGUF file"
+        )
+    return folder
+
+
+def _download(hub_id: str, choice: str | None) -> Path:
+    """Download a repository, or the GGUF file of it that is meant; returns its place.
+
+    Raises:
+        CheckpointError: several GGUF files fit, or none does. Other errors are those of the hub's client.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    if choice is None:
+        folder = Path(snapshot_download(hub_id, allow_patterns=FILES))
+        if any(folder.glob("*.safetensors")):
+            return folder
+    names = HfApi().list_repo_files(hub_id)
+    if choice is None and not gguf_file.whole_files(names):
+        return _in_folder(folder, None)
+    file = gguf_file.chosen_file(names, choice, hub_id)
+    first, *_ = (Path(hf_hub_download(hub_id, part)) for part in gguf_file.parts_of(file))
+    return first

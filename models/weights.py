@@ -9,20 +9,20 @@ another process writes to its file.
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid.checks import is_file
-from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.kernels.packed_weights import num_bytes, quantize
+from hybrid.errors import CheckpointError
+from hybrid.kernels.packed_weights import BLOCK, quantize
 from hybrid.models.json_files import MAX_INDEX_BYTES, read_json
 from hybrid.tensor_file import FileBytes, HeldBytes, UnknownTypeError, read_header
 
@@ -41,8 +41,11 @@ MAX_NAMED = 20
 SCALE = "_scale_inv"
 """End of the name of a tensor with the factors of another one, which is stored as 8-bit floats."""
 
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Types that need factors."""
+WAY_OUT = (
+    "use the checkpoint that it was made from, in bfloat16 or float32; on a CPU load_dtype='int8' or 'int4' quantizes "
+    "that while it is loaded"
+)
+"""The remedy for weights that are quantized in another way."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types that weights are read from."""
@@ -79,31 +82,65 @@ def renamed(parameter: str, names: Mapping[str, str]) -> Layouts:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Quantization:
+    """The form of weights that have fewer bits than floats.
+
+    Attributes:
+        group: numbers of a row that share a scale and a minimum, in four bits (`hybrid.kernels.packed_weights`); None:
+            int8, a scale for each row.
+        scales: the type of scales and minimums, in four bits.
+    """
+
+    group: int | None = None
+    scales: torch.dtype = torch.bfloat16
+
+    def empty(self, shape: torch.Size, memory: WeightMemory) -> tuple[Tensor, Tensor]:
+        """A weight of this form and its scales, not initialized. `shape`: `(outputs, inputs)`."""
+        outputs, inputs = shape
+        if self.group is None:
+            return memory.empty((outputs, inputs), torch.int8), memory.empty((outputs,), torch.float32)
+        blocks = -(-inputs // BLOCK)
+        packed = memory.empty((outputs, blocks * BLOCK // 2), torch.uint8)
+        return packed, memory.empty((outputs, blocks, BLOCK // self.group, 2), self.scales)
+
+    def num_bytes(self, shape: torch.Size) -> int:
+        """Bytes of a weight and its scales, each rounded up to `ALIGNMENT`."""
+        outputs, inputs = shape
+        if self.group is None:
+            return aligned(outputs * inputs) + aligned(outputs * torch.float32.itemsize)
+        blocks = -(-inputs // BLOCK)
+        scales = BLOCK // self.group * 2 * self.scales.itemsize
+        return aligned(outputs * blocks * BLOCK // 2) + aligned(outputs * blocks * scales)
+
+
+@dataclass(frozen=True)
+class Stored(ABC):
     """A tensor in a file.
 
     Attributes:
-        file: its bytes.
         path: of the file.
         name: of the tensor.
-        dtype, shape: of the tensor.
-        start: its first byte in the file.
-        scale: a factor for each block of it, of `block` rows and columns; None: its values are as they are.
+        dtype, shape: of what is read.
     """
 
-    file: FileBytes | HeldBytes
     path: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    scale: Tensor | None = None
-    block: tuple[int, int] = (1, 1)
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """The size of what is read."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def form(self) -> Quantization | None:
+        """The form that keeps its numbers exactly, in fewer bits than floats; None: there is none."""
+        return None
+
+    def opened(self) -> Stored:
+        """The tensor, ready to be read in parts: of what can only be read whole, that is in memory."""
+        return self
 
     def tensor(self) -> Tensor:
         """Read all of it."""
@@ -115,15 +152,17 @@ class Stored:
             return False
         step = SLICE_BYTES // max(self.dtype.itemsize, other.dtype.itemsize)
         buffers = [torch.empty(SLICE_BYTES, dtype=torch.uint8) for _ in range(2)]
+        opened = self.opened(), other.opened()
         for first in range(0, prod(self.shape), step):
             shape = (min(step, prod(self.shape) - first),)
-            one, two = (each.part(first, shape, own) for each, own in zip((self, other), buffers, strict=True))
+            one, two = (each.part(first, shape, own) for each, own in zip(opened, buffers, strict=True))
             if not torch.equal(one.float(), two.float()):
                 return False
         return True
 
+    @abstractmethod
     def part(self, first: int, shape: Sequence[int], buffer: Tensor) -> Tensor:
-        """Read consecutive elements into a buffer, and return them as a view of it.
+        """Read consecutive elements, and return them; they may be a view of the buffer.
 
         Args:
             first: the first of them.
@@ -133,6 +172,22 @@ class Stored:
         Raises:
             CheckpointError: they cannot be read: the file was cut off meanwhile, or its disk fails.
         """
+
+
+@dataclass(frozen=True)
+class FileTensor(Stored):
+    """A tensor whose numbers lie in a file as they are.
+
+    Attributes:
+        file: its bytes.
+        start: its first byte in the file.
+    """
+
+    file: FileBytes | HeldBytes
+    start: int
+
+    def part(self, first: int, shape: Sequence[int], buffer: Tensor) -> Tensor:
+        """Read consecutive elements into a buffer, as a view of it."""
         size = self.dtype.itemsize
         own = buffer[: prod(shape) * size]
         try:
@@ -140,6 +195,39 @@ class Stored:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is damaged or truncated: {self.name[:100]!r}: {error}") from error
         return own.view(self.dtype).view(tuple(shape))
+
+
+@dataclass(frozen=True)
+class RestoredTensor(Stored):
+    """A tensor whose numbers are restored from what is in a file, some rows at a time.
+
+    All dimensions but the last one count its rows. Of a vector each number is a row.
+    """
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def is_quantized(self) -> bool:
+        """Tell whether the file has fewer bits than floats have."""
+        return True
+
+    @abstractmethod
+    def rows(self, begin: int, end: int) -> Tensor:
+        """The numbers of rows from `begin` to `end`, `[rows, width]` fp32."""
+
+    def packed(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The rows from `begin` to `end` of a matrix in its `form`, and their scales."""
+        raise NotImplementedError
+
+    def part(self, first: int, shape: Sequence[int], buffer: Tensor) -> Tensor:
+        """Read consecutive elements; the buffer is not used."""
+        count, width = prod(shape), self.width
+        begin, end = first // width, -(-(first + count) // width)
+        own = self.rows(begin, end).flatten()[first - begin * width :][:count]
+        return own.to(self.dtype).view(tuple(shape))
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -176,86 +264,6 @@ def tensors_of(contents: HeldBytes, path: Path) -> dict[str, Stored]:
         CheckpointError: it is damaged or truncated, or has an unknown dtype.
     """
     return {stored.name: stored for stored in _tensors(contents, path)}
-
-
-WAY_OUT = (
-    "use the checkpoint that it was made from, in bfloat16 or float32; on a CPU load_dtype='int8' quantizes that while "
-    "it is loaded"
-)
-"""The remedy for weights that are quantized in another way."""
-
-
-def check_quantization(path: Path, quantization: Any) -> None:
-    """Refuse a checkpoint whose weights are quantized otherwise than as 8-bit floats with a factor for each block.
-
-    Args:
-        quantization: its `quantization_config`, or None.
-
-    Raises:
-        UnsupportedModelError: the error names the method, and the way out.
-    """
-    settings = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
-    if not settings:
-        return
-    method = settings.get("quant_method")
-    method = getattr(method, "value", method)
-    if method == "fp8" and settings.get("weight_block_size") is not None:
-        return
-    if method == "fp8":
-        name = "fp8 with one factor per tensor"
-    elif method is None and "group_size" in settings:  # MLX names its settings alone
-        name = f"MLX, {settings.get('bits', '?')} bits"
-    else:
-        bits = settings.get("bits") or settings.get("w_bit")
-        name = f"{method or 'an unknown method'}{f', {bits} bits' if bits else ''}"
-    raise UnsupportedModelError(
-        f"{path}: its weights are quantized ({name:.100}), which is not supported; of quantized weights 8-bit floats "
-        f"with a factor for each block (fp8 with a weight_block_size) are read. Else {WAY_OUT}"
-    )
-
-
-def with_scales(tensors: Mapping[str, Stored], quantization: Any) -> dict[str, Stored]:
-    """The tensors without those that hold factors, which are given to the tensors that they belong to.
-
-    Args:
-        tensors: by name.
-        quantization: the `quantization_config` of the checkpoint; its `weight_block_size` are rows and columns.
-
-    Raises:
-        CheckpointError: factors do not fit.
-    """
-    scales = {name.removesuffix(SCALE): stored for name, stored in tensors.items() if name.endswith(SCALE)}
-    if not scales:
-        return dict(tensors)
-    settings = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
-    block = settings.get("weight_block_size") or (128, 128)
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise CheckpointError(f"quantization_config: weight_block_size must be two numbers, got {block!r:.100}")
-    found = {}
-    for name, stored in tensors.items():
-        if name in scales:
-            found[name] = replace(stored, scale=_scale_of(stored, scales[name], tuple(block)), block=tuple(block))
-        elif not name.endswith(SCALE) or name.removesuffix(SCALE) not in tensors:
-            found[name] = stored
-    return found
-
-
-def _scale_of(stored: Stored, scale: Stored, block: tuple[int, ...]) -> Tensor:
-    *outer, rows, columns = stored.shape if len(stored.shape) >= 2 else (0, 0)
-    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
-    if scale.shape != expected or scale.dtype not in FLOATS or stored.dtype not in EIGHT_BITS:
-        raise CheckpointError(
-            f"{stored.path}: {stored.name} is {stored.dtype} {list(stored.shape)} with factors {scale.dtype} "
-            f"{list(scale.shape)}; expected 8-bit floats with factors {list(expected)}, one for each block of "
-            f"{block[0]} x {block[1]}"
-        )
-    return scale.tensor().float()
-
-
-def _restored(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """A matrix of 8-bit floats times its factors, in fp32."""
-    factors = scale.repeat_interleave(block[1], 1)[:, : values.shape[1]]
-    return values.float() * factors.repeat_interleave(block[0], 0)[: values.shape[0]]
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
@@ -298,7 +306,7 @@ def _tensors(file: FileBytes | HeldBytes, path: Path) -> Iterator[Stored]:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
     for name, (dtype, shape, start, _) in header.tensors.items():
-        yield Stored(file, path, name, dtype, shape, start)
+        yield FileTensor(path, name, dtype, shape, file, start)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -409,15 +417,17 @@ class Loader:
         shapes: of the parameters, by name.
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters, where nothing else is said.
-        quantized: names of parameters `[out, in]` that are quantized, each as soon as it is complete.
-        group: numbers of a row that share a scale and a minimum, in four bits; None: parameters are int8.
-        kept: names of parameters that stay bfloat16 where all tensors that make them up are: no bit of them is lost.
+        quantized: parameters `[out, in]` that are quantized, each as soon as it is complete, and in what form.
+        may_keep: whether a parameter `[out, in]` may have the form that its tensors on disk have; else their numbers
+            are restored to floats.
+        bfloat16: names of parameters that stay bfloat16 where all tensors that make them up are: no bit is lost.
         exact: names of parameters that are fp32 in a model of any type.
 
     Attributes:
         parameters: by name.
         scales: `[out]` fp32 by the name of an int8 parameter: the value of 1 in each of its rows; of one of four bits
             its scales and minimums.
+        kept: parameters that have the form of their tensors on disk.
     """
 
     path: Path
@@ -425,12 +435,13 @@ class Loader:
     layouts: Callable[[str], Layouts]
     dtype: torch.dtype
     device: torch.device
-    quantized: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
+    quantized: Mapping[str, Quantization] = field(default_factory=dict)
+    bfloat16: frozenset[str] = frozenset()
     exact: frozenset[str] = frozenset()
-    group: int | None = None
+    may_keep: Callable[[str, Quantization], bool] = lambda name, form: False
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Quantization] = field(default_factory=dict)
     _memory: WeightMemory = field(init=False)
     _buffer: Tensor = field(init=False)  # of a slice
 
@@ -446,6 +457,7 @@ class Loader:
                 was read.
         """
         uses: defaultdict[str, list[tuple[str, Source]]] = defaultdict(list)
+        forms: defaultdict[str, set[Quantization | None]] = defaultdict(set)
         missing: list[str] = []
         for parameter in self.shapes:
             # of several layouts the one with the most tensors on disk
@@ -463,38 +475,62 @@ class Loader:
             self._check(stored, uses[name])
             for parameter, _ in uses[name]:
                 on_disk[parameter].add(stored.dtype)
+                forms[parameter].add(stored.form)
+        for parameter, (form, *others) in forms.items():
+            if form is not None and not others and self.may_keep(parameter, form):
+                self.kept[parameter] = form
         types = {parameter: self._type(parameter, on_disk[parameter]) for parameter in self.shapes}
         self._memory = self._memory_for(types)
         self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
-        for name, stored in tensors.items():  # in their order on disk
+        for name, on_file in tensors.items():  # in their order on disk
+            stored = on_file.opened()
             for parameter, source in uses[name]:
+                if parameter in self.kept:
+                    assert isinstance(stored, RestoredTensor)
+                    self._keep(parameter, source, stored, on_read)
+                    continue
                 self._fill(self._parameter(parameter, types[parameter]), source, stored, on_read)
                 missing_parts[parameter] -= 1
                 if parameter in self.quantized and not missing_parts[parameter]:
-                    whole = self.parameters[parameter]
-                    weight, scale = quantize_rows(whole) if self.group is None else quantize(whole, self.group)
-                    self.scales[parameter] = scale
-                    self.parameters[parameter] = self._memory.empty(weight.shape, weight.dtype).copy_(weight)
+                    self._quantize(parameter)
         return self.parameters
+
+    def _quantize(self, name: str) -> None:
+        """Replace a parameter that is complete by its quantized form."""
+        whole, form = self.parameters[name], self.quantized[name]
+        weight, scales = quantize_rows(whole) if form.group is None else quantize(whole, form.group)
+        self.parameters[name], self.scales[name] = form.empty(self.shapes[name], self._memory)
+        self.parameters[name].copy_(weight)
+        self.scales[name].copy_(scales)
+
+    def _keep(self, name: str, source: Source, stored: RestoredTensor, on_read: Callable[[int], object]) -> None:
+        """Fill a parameter, or a part of its rows, in the form that its tensor on disk has."""
+        if name not in self.parameters:
+            self.parameters[name], self.scales[name] = self.kept[name].empty(self.shapes[name], self._memory)
+        weight, scales = self.parameters[name][source.at], self.scales[name][source.at]
+        step, done = max(1, SLICE_BYTES // (stored.width * torch.float32.itemsize)), 0
+        for first, count in _runs(range(len(weight)) if source.rows is None else source.rows.tolist()):
+            for begin in range(first, first + count, step):
+                end = min(begin + step, first + count)
+                target = slice(done, done + end - begin)
+                weight[target], scales[target] = stored.packed(begin, end)
+                done += end - begin
+        on_read(done * stored.width * stored.dtype.itemsize)
 
     def _type(self, name: str, on_disk: set[torch.dtype]) -> torch.dtype:
         """The type of a parameter, before it is quantized. `on_disk`: those of the tensors that make it up."""
         if name in self.exact:
             return torch.float32
-        return torch.bfloat16 if name in self.kept and on_disk == {torch.bfloat16} else self.dtype
+        return torch.bfloat16 if name in self.bfloat16 and on_disk == {torch.bfloat16} else self.dtype
 
     def _memory_for(self, types: Mapping[str, torch.dtype]) -> WeightMemory:
         """Memory for all parameters, as they are in the end."""
         size = 0
         for name, dtype in types.items():
+            form = self.kept.get(name) or self.quantized.get(name)
             elements = prod(self.shapes[name])
-            if name not in self.quantized:
-                size += aligned(elements * dtype.itemsize)
-            elif self.group is None:
-                size += aligned(elements)
-            else:
-                size += aligned(num_bytes(self.shapes[name][0], self.shapes[name][1], self.group))
+            size += aligned(elements * dtype.itemsize) if form is None else form.num_bytes(self.shapes[name])
         return WeightMemory(size, self.device)
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
@@ -506,10 +542,10 @@ class Loader:
             shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {shape}")
-        if stored.dtype not in FLOATS and stored.scale is None:
+        if stored.dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.path}: {stored.name} is {stored.dtype}; of quantized weights 8-bit floats with factors "
-                f"({stored.name}{SCALE}) are supported. Else {WAY_OUT}"
+                f"{self.path}: {stored.name} is {stored.dtype}; of quantized weights those that a quantization_config "
+                f"describes are supported, 8-bit floats with their factors ({stored.name}{SCALE}). Else {WAY_OUT}"
             )
 
     def _parameter(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -525,28 +561,13 @@ class Loader:
 
     def _fill(self, parameter: Tensor, source: Source, stored: Stored, on_read: Callable[[int], object]) -> None:
         target = parameter[source.at]
-        if stored.scale is not None:
-            self._fill_restored(target, source, stored)
-            on_read(stored.num_bytes)
-        elif source.rows is None:
+        if source.rows is None:
             self._copy(target, stored, 0, on_read)
         else:
             row, done = prod(stored.shape[1:]), 0
             for first, count in _runs(source.rows.tolist()):
                 self._copy(target[done : done + count], stored, first * row, on_read)
                 done += count
-
-    def _fill_restored(self, target: Tensor, source: Source, stored: Stored) -> None:
-        """Fill a parameter from 8-bit floats and their factors."""
-        assert stored.scale is not None
-        if len(stored.shape) > 2:  # experts: one after another
-            size, buffer = prod(stored.shape[1:]), torch.empty(prod(stored.shape[1:]), dtype=torch.uint8)
-            for index in range(stored.shape[0]):
-                values = stored.part(index * size, stored.shape[1:], buffer)
-                target[index].copy_(_restored(values, stored.scale[index], stored.block))
-            return
-        whole = _restored(stored.tensor(), stored.scale, stored.block)
-        target.copy_(whole if source.rows is None else whole[source.rows])
 
     def _copy(self, target: Tensor, stored: Stored, first: int, on_read: Callable[[int], object]) -> None:
         """Copy consecutive elements from `first` on, in slices."""

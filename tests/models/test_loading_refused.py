@@ -203,10 +203,17 @@ def test_a_damaged_tokenizer_is_refused(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "name"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits"),
-        ({"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq, 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "bitsandbytes, 4 bits"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8 with one factor per tensor"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}},
+            },
+            "floats of 4 bits",
+        ),
         ({"group_size": 64, "bits": 4}, "MLX, 4 bits"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.models import weights
+from hybrid.models.layers import Linear
 from hybrid.models.loading import Quantization, load_model, open_checkpoint
 from hybrid.models.weights import ALIGNMENT, huge_pages
 from support.checkpoints import random_model, text_config, write_checkpoint
@@ -61,11 +62,14 @@ def test_all_parameters_are_in_one_memory_and_are_the_same(
 
     expected = load_model(open_checkpoint(path), torch.float32, CPU, 64, quantize=quantize).state_dict()
     monkeypatch.setattr(weights, "huge_pages", memory)
-    found = load_model(open_checkpoint(path), torch.float32, CPU, 64, quantize=quantize).state_dict()
-    (block,) = given
+    model = load_model(open_checkpoint(path), torch.float32, CPU, 64, quantize=quantize)
+    found, (block,) = model.state_dict(), given
     places = set()
     for name, parameter in found.items():
         assert same_bits(parameter, expected[name]) and parameter.stride() == expected[name].stride(), name
         assert parameter.untyped_storage().data_ptr() == block.data_ptr() and parameter.data_ptr() % ALIGNMENT == 0
         places.add((parameter.data_ptr(), -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT))
+    for module in model.modules():
+        if isinstance(module, Linear) and module.scale is not None:
+            places.add((module.scale.data_ptr(), -(-module.scale.nbytes // ALIGNMENT) * ALIGNMENT))
     assert sum(size for _, size in places) == block.numel()
