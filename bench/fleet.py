@@ -49,7 +49,7 @@ from traces import make
 
 from hybrid import CacheConfig, CacheMemory, HybridCache
 from hybrid.events import Change, Feed
-from hybrid.fleet import Index, Router
+from hybrid.fleet import Index, Router, Weights
 from hybrid.key import Key
 from hybrid.tiers.cost import Cost
 from hybrid.tiers.host import HostTier
@@ -191,11 +191,11 @@ class Rule:
 
     Args:
         num_replicas: there are.
-        rate: tokens that a replica computes in a second.
+        weights: of the library's router.
         with_ids: requests name their sessions.
     """
 
-    def __init__(self, num_replicas: int, rate: float, with_ids: bool) -> None:
+    def __init__(self, num_replicas: int, weights: Weights, with_ids: bool) -> None:
         self.num_replicas = num_replicas
         self.with_ids = with_ids
         self.alive = set(range(num_replicas))
@@ -300,10 +300,9 @@ class DeepestCheckpoint(Deepest):
 class Home(Rule):
     """The router of the library."""
 
-    def __init__(self, num_replicas: int, rate: float, with_ids: bool) -> None:
-        super().__init__(num_replicas, rate, with_ids)
-        self._router = Router(PAGE)
-        self._router.rate = rate
+    def __init__(self, num_replicas: int, weights: Weights, with_ids: bool) -> None:
+        super().__init__(num_replicas, weights, with_ids)
+        self._router = Router(PAGE, weights)
         for replica in range(num_replicas):
             self._router.add(replica)
 
@@ -331,7 +330,7 @@ class Home(Rule):
         self._router.add(replica)
 
 
-RULES: dict[str, Callable[[int, float, bool], Rule]] = {
+RULES: dict[str, Callable[[int, Weights, bool], Rule]] = {
     "session": SessionHash,
     "text": TextPrefixes,
     "pages": Deepest,
@@ -467,7 +466,7 @@ def run(args: argparse.Namespace, trace: str, seed: int | None) -> Iterator[Line
     requests = requests_of(trace, seed, scale)
     span = requests[-1].at - requests[0].at
     title = f"{trace} {memory:g} GB x{scale}, seed {'own' if seed is None else seed}"
-    one = Fleet([Replica(int(memory * 1e9), 0, 1e12, None)], SessionHash(1, 1e12, True), 1e12, 0.0, 1e30)
+    one = Fleet([Replica(int(memory * 1e9), 0, 1e12, None)], SessionHash(1, args.weights, True), 1e12, 0.0, 1e30)
     one.run(requests, ())
     if "one" in args.rules:
         yield one.line(f"{title}: one", requests=len(requests))
@@ -483,7 +482,7 @@ def run(args: argparse.Namespace, trace: str, seed: int | None) -> Iterator[Line
             shared = Shared(int(args.shared * memory * 1e9), bandwidth) if args.shared else None
             each = int(memory * 1e9 / args.replicas)
             replicas = [Replica(each, number, rate, shared) for number in range(args.replicas)]
-            fleet = Fleet(replicas, RULES[name](args.replicas, rate, with_ids), rate, args.delay, bandwidth)
+            fleet = Fleet(replicas, RULES[name](args.replicas, args.weights, with_ids), rate, args.delay, bandwidth)
             start = time.perf_counter()
             fleet.run(requests, failures)
             ids = ", no ids" if name in ("session", "home") and not with_ids else ""
@@ -580,9 +579,13 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidth", type=float, default=25.0, help="of the shared tier, GB/s (default: 25)")
     parser.add_argument("--no-ids", dest="ids", action="store_const", const=[False], help="requests name no session")
     parser.add_argument("--both", dest="ids", action="store_const", const=[True, False], help="with ids, and without")
+    parser.add_argument("--weights", default="", help="of the router, as in home=0.5,load=2 (default: the library's)")
     parser.add_argument("--cost", action="store_true", help="measure what events and choices cost instead")
     parser.set_defaults(ids=[True])
     args = parser.parse_args(given)
+    args.weights = Weights(
+        **{name: float(value) for name, value in (one.split("=") for one in args.weights.split(",") if one)}
+    )
     args.seeds = [None if seed == "own" else int(seed) for seed in args.seeds.split(",")]
     return args
 

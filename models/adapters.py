@@ -89,15 +89,9 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
             f"{path}: adapters need a family of this package, and this model runs by transformers' layers; merge the "
             "adapter into its weights (PEFT's merge_and_unload)"
         )
-    for name in (CONFIG, WEIGHTS):
-        if not is_file(path / name):
-            raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
-    text = read_bytes(path / CONFIG, MAX_CONFIG_BYTES)
+    text, contents, digest = _files(path)
     config = parse_config(text, path / CONFIG)
     _refuse_unsupported(config, path)
-    contents = _read(path / WEIGHTS)
-    digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: others may write to the files meanwhile
-    digest.update(contents.contents)
     stored = {_name_in_model(name): tensor for name, tensor in tensors_of(contents, path / WEIGHTS).items()}
     scales = Scales(path, config)
     weights: dict[nn.Module, LowRank] = {}
@@ -115,7 +109,27 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
             f"{[name[:200] for name in unused[:8]]}; supported are the projections of attention, linear-attention and "
             "dense feed-forward layers"
         )
-    return Adapter(path, weights, digest.hexdigest())
+    return Adapter(path, weights, digest)
+
+
+def name_adapter(path: Path) -> Adapter:
+    """Read of an adapter what names what is cached with it, for one that is computed elsewhere: it has no matrices.
+
+    Raises:
+        CheckpointError: there is none, or its files cannot be read.
+    """
+    return Adapter(path, {}, _files(path)[2])
+
+
+def _files(path: Path) -> tuple[bytes, HeldBytes, str]:
+    """The configuration and the tensors of an adapter, and the digest of both."""
+    for name in (CONFIG, WEIGHTS):
+        if not is_file(path / name):
+            raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
+    text, contents = read_bytes(path / CONFIG, MAX_CONFIG_BYTES), _read(path / WEIGHTS)
+    digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: others may write to the files meanwhile
+    digest.update(contents.contents)
+    return text, contents, digest.hexdigest()
 
 
 def _low_rank(

@@ -47,7 +47,7 @@ from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.subscriptions import Subscriptions
 from hybrid.cache.tiers import Tiers, make_tiers
-from hybrid.checks import MAX_INT, count, integer, shown
+from hybrid.checks import MAX_INT, boolean, count, integer, shown
 from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.interrupts import deferred
@@ -192,7 +192,7 @@ class HybridCache:
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
         self._owner = _Owner()
-        self._subscriptions = Subscriptions(memory, self.claim)
+        self._subscriptions = Subscriptions(memory, self.tiers.host if self.tiers is not None else None, self.claim)
         self.on_clear: WeakSet[Clearable] = WeakSet()
         self._shares: dict[str, float] = {}
         self._is_bookkeeping = False
@@ -901,20 +901,23 @@ class HybridCache:
         now.shares = {name: (tree.held(name), share) for name, share in self._shares.items()}
         return now
 
-    def subscribe(self, limit: int = MAX_CHANGES) -> Feed:
-        """Follow what the cache has on its device: births and deaths of pages and checkpoints, by the digests of their
-        prefixes. They are numbered; `Feed.since` gives those after a number, `Feed.snapshot` all that there is. Ends
-        with `Feed.close`. Where nothing is subscribed, nothing of it is computed.
+    def subscribe(self, limit: int = MAX_CHANGES, *, with_values: bool = False) -> Feed:
+        """Follow what the cache has: births and deaths of pages and checkpoints on its device, and of copies of
+        checkpoints in host memory, by the digests of their prefixes. They are numbered; `Feed.since` gives those after
+        a number, `Feed.snapshot` all that there is. Ends with `Feed.close`. Where nothing is subscribed, nothing of it
+        is computed.
 
         Args:
             limit: changes that the feed remembers.
+            with_values: checkpoints that come have the ranks that the policy gives them, which takes longer than all
+                else of a change.
 
         Raises:
-            ArgumentError: `limit` is not a positive integer.
+            ArgumentError: `limit` is not a positive integer, or `with_values` no truth value.
         """
-        limit = integer("subscribe: limit", limit, 1)
+        limit, with_values = integer("subscribe: limit", limit, 1), boolean("subscribe: with_values", with_values)
         with self.bookkeeping():
-            return self._subscriptions.subscribe(limit)
+            return self._subscriptions.subscribe(limit, with_values)
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""

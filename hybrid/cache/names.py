@@ -18,7 +18,7 @@ def name_at(node: Node, num_tokens: int) -> bytes:
     run = node.run
     at = (num_tokens - run.start) // run.page_size * NAME_BYTES
     if at > len(run.names):
-        _complete(run, num_tokens)
+        complete(run, num_tokens)
     return bytes(run.names[at - NAME_BYTES : at])
 
 
@@ -34,7 +34,7 @@ def names_upward(node: Node, num_tokens: int) -> Iterator[bytes]:
         num_tokens -= node.run.page_size
 
 
-def _complete(run: Run, num_tokens: int) -> None:
+def complete(run: Run, num_tokens: int) -> None:
     """Name the pages of a run up to a position, and of the runs above it."""
     todo = []
     while True:

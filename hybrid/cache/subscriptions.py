@@ -1,16 +1,17 @@
-"""Those who follow what a cache has: what the tree takes and gives up goes to their feeds."""
+"""Those who follow what a cache has: what the tree and host memory take and give up goes to their feeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from weakref import WeakMethod
 
-from hybrid.cache.names import name_at
-from hybrid.events.change import CHECKPOINT, EVERYTHING, NAME_BYTES, PAGES, Change
+from hybrid.cache.names import complete, name_at
+from hybrid.events.change import CHECKPOINT, DEVICE, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
 from hybrid.events.feed import Feed
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.tier import of_namespace
+from hybrid.tiers.host import HostTier
+from hybrid.tiers.tier import Note, of_namespace
 from hybrid.tree.node import Node, Root
 from hybrid.tree.tree import Tree
 
@@ -20,32 +21,40 @@ class Subscriptions:
 
     Args:
         memory: whose pages and checkpoints have sizes.
+        host: whose copies are seen, too; None: there are none.
         check: a method of the cache, which raises in a thread that may not use it.
 
     Attributes:
         feeds: that are open.
     """
 
-    def __init__(self, memory: CacheMemory, check: Callable[[], None]) -> None:
+    def __init__(self, memory: CacheMemory, host: HostTier | None, check: Callable[[], None]) -> None:
         self.feeds: tuple[Feed, ...] = ()
         self._owner = WeakMethod(check)  # without a circle: a cache that is dropped is freed at once
         sizes = memory.sizes
         self._page_bytes, self._checkpoint_bytes = (sizes.page, sizes.checkpoint) if sizes else (0, 0)
+        self._host = host
+        self._with_values = False
         self._tree: Tree | None = None
 
     def follow(self, tree: Tree) -> None:
         """Watch this tree from now on; what the one before had has gone."""
         if self._tree is not None:
             self._add(Change(False, EVERYTHING, b"", 0))
+            for change in self._copies():
+                self._add(change)
         self._tree = tree
         tree.watcher = self if self.feeds else None
 
-    def subscribe(self, limit: int) -> Feed:
+    def subscribe(self, limit: int, with_values: bool) -> Feed:
         """Open a feed that remembers up to `limit` changes."""
         assert self._tree is not None
-        feed = Feed(self._all, self._close, limit)
+        feed = Feed(self._all, self._close, limit, with_values)
         self.feeds = (*self.feeds, feed)
+        self._with_values = any(one.with_values for one in self.feeds)
         self._tree.watcher = self
+        if self._host is not None:
+            self._host.on_change = self.copy
         return feed
 
     def _check(self) -> None:
@@ -58,6 +67,8 @@ class Subscriptions:
         self.feeds = tuple(other for other in self.feeds if other is not feed)
         if not self.feeds and self._tree is not None:
             self._tree.watcher = None
+            if self._host is not None:
+                self._host.on_change = None
 
     def _add(self, change: Change) -> None:
         for feed in self.feeds:
@@ -78,29 +89,33 @@ class Subscriptions:
 
     def pages(self, node: Node, num_kept: int) -> None:
         """The pages of a node after the first `num_kept` are about to be evicted."""
-        start = node.start + num_kept * node.run.page_size
-        self._add(Change(False, PAGES, _names(node, start), node.end))
+        run = node.run
+        first = (node.start - run.start) // run.page_size + num_kept
+        self._add(Change(False, PAGES, bytes(_names(node)[first * NAME_BYTES :]), node.end))
 
-    # What the tree has
+    def copy(self, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
+        """A copy of a checkpoint in host memory has come, or is about to go."""
+        self._add(Change(born, CHECKPOINT, name, note.end if note is not None else 0, HOST, num_bytes if born else 0))
+
+    # What there is
 
     def _pages(self, node: Node, start: int) -> Change:
-        run = node.run
-        names = _names(node, start)
-        if start > run.start:
-            at = (start - run.start) // run.page_size * NAME_BYTES
-            parent = bytes(run.names[at - NAME_BYTES : at])
+        run, names = node.run, _names(node)
+        at = start - run.start
+        first = at // run.page_size * NAME_BYTES
+        if at:
+            parent = bytes(names[first - NAME_BYTES : first])
         else:
             above = run.nodes[0].parent
             assert above is not None
             parent = of_namespace(above.namespace) if isinstance(above, Root) else name_at(above, start)
-        ids = bytes(run.ids[(start - run.start) * TOKEN_BYTES : (node.end - run.start) * TOKEN_BYTES])
-        return Change(True, PAGES, names, node.end, num_bytes=self._page_bytes, parent=parent, ids=ids)
+        ids = bytes(run.ids[at * TOKEN_BYTES : (node.end - run.start) * TOKEN_BYTES])
+        return Change(True, PAGES, bytes(names[first:]), node.end, DEVICE, self._page_bytes, None, parent, ids)
 
     def _checkpoint(self, node: Node) -> Change:
         assert self._tree is not None
-        value = self._tree.candidates.value(node)
-        name = name_at(node, node.end)
-        return Change(True, CHECKPOINT, name, node.end, num_bytes=self._checkpoint_bytes, value=value)
+        value = self._tree.candidates.value(node) if self._with_values else None
+        return Change(True, CHECKPOINT, name_at(node, node.end), node.end, DEVICE, self._checkpoint_bytes, value)
 
     def _all(self) -> Iterator[Change]:
         assert self._tree is not None
@@ -109,12 +124,18 @@ class Subscriptions:
             yield self._pages(node, node.start)
             if node.slot is not None:
                 yield self._checkpoint(node)
+        yield from self._copies()
+
+    def _copies(self) -> Iterator[Change]:
+        if self._host is not None:
+            for name, note, num_bytes in self._host.checkpoints():
+                yield Change(True, CHECKPOINT, name, note.end if note is not None else 0, HOST, num_bytes)
 
 
-def _names(node: Node, start: int) -> bytes:
-    """The names of the pages of a node's edge from `start` on."""
+def _names(node: Node) -> bytearray:
+    """The names of the pages of a node's run up to its end."""
     run = node.run
-    first, last = (start - run.start) // run.page_size, (node.end - run.start) // run.page_size
-    if len(run.names) < last * NAME_BYTES:
-        name_at(node, node.end)
-    return bytes(run.names[first * NAME_BYTES : last * NAME_BYTES])
+    last = (node.end - run.start) // run.page_size * NAME_BYTES
+    if len(run.names) < last:
+        complete(run, node.end)
+    return run.names[:last]

@@ -199,6 +199,10 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", help="memory of each for copies of what is evicted, '8GiB' (default: none)")
     add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
     add("--directory", help="where they are; replicas of one machine share them")
+    text = "memory that the replicas of a machine share for copies of what is evicted, '64GiB', in place of --disk"
+    add("--shared-memory", help=f"{text} (default: none)")
+    text = "a LoRA adapter of each replica, which requests name as their model; may be given several times"
+    add("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
     add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
     add_dtype(parser)
     add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import logging
 import os
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,6 +23,37 @@ from hybrid.errors import ArgumentError
 EVENTS_KEY = "HYBRID_EVENTS_KEY"
 """The environment variable with the key of the sockets of events, where a cluster was joined."""
 
+MEMORY = Path("/dev/shm")
+"""A file system in memory, which all processes of a machine see."""
+
+
+def shared_directory() -> str:
+    """Make a directory in memory, which goes when this process ends.
+
+    Raises:
+        ArgumentError: this machine has no file system in memory.
+    """
+    if not MEMORY.is_dir():
+        raise ArgumentError(f"hybrid fleet: --shared-memory needs {MEMORY}, which is not here; use --disk")
+    folder = tempfile.mkdtemp(prefix="hybrid-fleet-", dir=MEMORY)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """The folders of adapters by their names.
+
+    Raises:
+        ArgumentError: an argument is not of the form NAME=FOLDER, or two have one name.
+    """
+    found: dict[str, str] = {}
+    for text in args.adapter:
+        name, is_given, folder = text.partition("=")
+        if not (name and is_given and folder) or name in found:
+            raise ArgumentError(f"hybrid fleet: --adapter is NAME=FOLDER, each name once; got {text!r:.200}")
+        found[name] = str(Path(folder).resolve())
+    return found
+
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Serve until a signal ends it."""
@@ -30,13 +65,19 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         raise ArgumentError(f"hybrid fleet needs the extra 'ray': pip install '.[ray]' ({error})") from None
 
     keys, limits, name = callers_of(args, "fleet"), limits_of(args), name_of(args)
+    disk, directory = args.disk, args.directory
+    if args.shared_memory is not None:
+        if disk is not None or directory is not None:
+            raise ArgumentError("hybrid fleet: --shared-memory stands in place of --disk and --directory; choose one")
+        disk, directory = args.shared_memory, shared_directory()
     settings = FleetSettings(
         model=args.model,
         name=name,
         device=args.device,
         dtype=args.dtype,
         speculation=args.speculation,
-        cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=args.disk, directory=args.directory),
+        cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=disk, directory=directory),
+        adapters=adapters_of(args),
         engine=EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_waiting=args.max_requests,

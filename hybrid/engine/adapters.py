@@ -9,7 +9,7 @@ from typing import Any
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
-from hybrid.models.adapters import Adapter, load_adapter
+from hybrid.models.adapters import Adapter, load_adapter, name_adapter
 from hybrid.units import format_bytes
 
 MAX_NAME_CHARACTERS = 256
@@ -87,6 +87,14 @@ class Adapters(Mapping[str, Adapter]):
             )
         self._loaded[name] = adapter
         return adapter
+
+    def declare(self, name: str, path: str | Path) -> None:
+        """Know an adapter with which another process computes: its name, and how what is cached with it is named.
+
+        Raises:
+            CheckpointError: the folder holds no adapter.
+        """
+        self._loaded[name] = name_adapter(Path(path))
 
     def unload(self, name: str) -> None:
         """Drop an adapter, and free its memory.

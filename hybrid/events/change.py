@@ -25,7 +25,8 @@ class Change(NamedTuple):
         num_tokens: of the prefix at the last of the names.
         tier: "device" or "host".
         num_bytes: of each page, or of the checkpoint; 0: not known.
-        value: of a checkpoint, its rank by the policy when it came: what it is likely to save; None: not known.
+        value: of a checkpoint, its rank by the policy when it came: what it is likely to save; None: not known, or not
+            asked for.
         parent: the digest of the prefix before the first page: for readers that rebuild the tree.
         ids: token ids of pages that came, as bytes of 32-bit integers; they stay in this process, unless a transport
             for vLLM's readers sends them.

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid.events.change import Change
 
@@ -38,8 +38,10 @@ class Feed:
         take: makes a snapshot's changes; in the thread of the cache.
         leave: called with the feed when it is closed.
         limit: changes that are remembered.
+        with_values: checkpoints that come have their ranks.
 
     Attributes:
+        with_values: as given.
         feed_id: no other feed has it, so that a reader sees when the cache is another one.
         number: of the last change.
         on_change: called in the cache's thread after the first change since `since` was called; None: nothing is. Must
@@ -51,20 +53,22 @@ class Feed:
         take: Callable[[], Iterator[Change]],
         leave: Callable[[Feed], None],
         limit: int = MAX_CHANGES,
+        with_values: bool = False,
     ) -> None:
+        self.with_values: bool = with_values
         self.feed_id: str = secrets.token_hex(8)
         self.number: int = 0
         self.on_change: Callable[[], None] | None = None
         self._take = take
         self._leave = leave
-        self._changes: deque[Change] = deque(maxlen=limit)
+        self._changes: deque[tuple[Any, ...]] = deque(maxlen=limit)  # plain tuples, at which the collector looks once
         self._lock = threading.Lock()
         self._is_told = False
 
     def add(self, change: Change) -> None:
         """Number a change, and remember it. In the thread of the cache."""
         with self._lock:
-            self._changes.append(change)
+            self._changes.append(tuple(change))
             self.number += 1
         if self.on_change is not None and not self._is_told:
             self._is_told = True
@@ -79,7 +83,8 @@ class Feed:
                 return []
             if not 0 < missing <= len(self._changes):
                 return None
-            return list(islice(self._changes, len(self._changes) - missing, None))
+            found = list(islice(self._changes, len(self._changes) - missing, None))
+        return [*map(Change._make, found)]
 
     def snapshot(self) -> FeedSnapshot:
         """Take all that the cache has now. In the thread of the cache; takes about a microsecond a page.

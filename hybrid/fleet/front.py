@@ -72,7 +72,7 @@ class Encoder:
     Attributes:
         config: as that of each replica.
         tokenizer, default_params, model, loaded: of the checkpoint; of the model there is the configuration alone.
-        adapters: there are none.
+        adapters: their names and digests alone.
         cache: counts of the replicas' caches.
     """
 
@@ -100,6 +100,8 @@ class Encoder:
         memory = CacheMemory.of_indices(longest // page_size + 2, 2)  # what a replica has, it knows itself
         self._sizes = HybridCache(memory, CacheConfig(page_size=page_size, chunk_size=chunk_size))
         self.adapters: Adapters = Adapters(self.model, None, list, lambda: None)
+        for name, path in settings.adapters.items():
+            self.adapters.declare(name, path)
         self._builder = RequestBuilder(
             self.loaded, self._sizes, self.adapters, self.config.max_model_len, self.config.prompt_templates
         )
@@ -133,12 +135,12 @@ class FleetStream(AsyncIterator[RequestOutput]):
     """
 
     def __init__(
-        self, fleet: FleetEngine, route: Route, request: Request, prompt: Prompt, params: SamplingParams
+        self, fleet: FleetEngine, route: Route, ids: list[int], prompt: Prompt, params: SamplingParams, namespace: str
     ) -> None:
         self._fleet = fleet
         self._route = route
-        self._prompt_ids = [*request.ids[: request.prompt_len]]
-        self._namespace = request.namespace
+        self._prompt_ids = ids
+        self._namespace = namespace
         self._prompt = prompt
         self._params = params
         self._responses: Any = None
@@ -279,12 +281,12 @@ class FleetEngine:
         names = await asyncio.to_thread(chain, key.ids[: (len(key) - 1) * TOKEN_BYTES], key.namespace, self._page_bytes)
         if session is not None:
             session = f"{namespace}\0{session}"
-        sent: Prompt = prompt
+        ids, sent = [*request.ids[: request.prompt_len]], prompt
         if request.media is None and not request.breakpoints:  # then the ids say all, but for the tools
-            sent = [*request.ids[: request.prompt_len]]
+            sent = ids
             if not own.tools and (tools := tools_of(prompt)):
                 own = replace(own, tools=tuple(tools))
-        return FleetStream(self, Route(number, names, len(key), session), request, sent, own)
+        return FleetStream(self, Route(number, names, len(key), session), ids, sent, own, namespace)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function with the engine of one of the replicas."""

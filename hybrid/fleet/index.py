@@ -14,6 +14,10 @@ from hybrid.events.change import DEVICE, EVERYTHING, PAGES, Change
 FEW = 24
 """Members of a set that are taken one by one; more are unpacked together."""
 
+MAX_DEPTHS = 64
+"""Depths that are told apart, the deepest first, so that the time of a choice does not grow with the replicas. Others
+count as having the pages that all of them have, and no checkpoint."""
+
 Depths = np.ndarray[tuple[int], np.dtype[np.float64]]
 """Tokens, for each replica."""
 
@@ -105,38 +109,53 @@ class Index:
         """
         pages = self._pages
         known = bisect_left(names, True, key=lambda name: name not in pages)  # who has a page has those before it
-        copies = None
-        if self._copies:
-            copies = self._deepest(self._copies, names)
-        checkpoints = self._deepest(self._checkpoints, names[:known])
-        return Coverage(self._deepest_pages(names, known), checkpoints, copies)
+        copies = self._deepest(self._copies, names) if self._copies else None
+        return Coverage(self._deepest_pages(names, known), self._deepest(self._checkpoints, names[:known]), copies)
 
     def _deepest_pages(self, names: Sequence[bytes], known: int) -> Depths:
-        """The depths of pages: sets grow towards the beginning, so that each change of them is found by bisection."""
+        """The depths of pages: sets grow towards the beginning. Each change of them is looked for in growing steps,
+        since those of a conversation's replicas are far apart, and those of many replicas close together."""
         pages, depths, seen = self._pages, np.zeros(self.width), 0
         if not known:
             return depths
         everyone = pages[names[0]]
-        while known and seen != everyone:
+        for _ in range(MAX_DEPTHS):
             found = pages[names[known - 1]]
             self._set(depths, found & ~seen, known)
             seen |= found
-            known = bisect_left(names, True, 0, known, key=lambda name: pages[name] == found)
+            if seen == everyone:
+                return depths
+            low, high, step = known - 1, known, 1
+            while low and pages[names[low - 1]] == found:
+                low, high, step = max(0, low - step), low, 2 * step
+            known = bisect_left(names, True, low, high - 1, key=lambda name: pages[name] == found)
+            if not known:
+                return depths
+        self._set(
+            depths, everyone & ~seen, bisect_left(names, True, 0, known, key=lambda name: pages[name] != everyone)
+        )
         return depths
 
     def _deepest(self, sets: Sets, names: Sequence[bytes]) -> Depths:
-        depths, seen = np.zeros(self.width), 0
+        depths, seen, left = np.zeros(self.width), 0, MAX_DEPTHS
         there = [*compress(range(1, len(names) + 1), map(sets.__contains__, names))]
         for place in reversed(there):
             fresh = sets[names[place - 1]] & ~seen
             if fresh:
                 self._set(depths, fresh, place)
                 seen |= fresh
+                left -= 1
+                if not left:
+                    break
         return depths
 
     def _set(self, depths: Depths, replicas: int, num_pages: int) -> None:
         """Set the depths of the replicas of a set."""
         num_tokens = num_pages * self.page_size
+        if not replicas & (replicas - 1):
+            if replicas:
+                depths[replicas.bit_length() - 1] = num_tokens
+            return
         if replicas.bit_count() > FEW:
             packed = np.frombuffer(replicas.to_bytes(self.width // 8, "little"), np.uint8)
             depths[np.unpackbits(packed, bitorder="little").view(np.bool_)] = num_tokens

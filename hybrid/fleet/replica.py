@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from hybrid.cache.pins import Pin
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
@@ -19,6 +22,9 @@ from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import Promise
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine
+
+HOLD_SECONDS = 60.0
+"""Seconds for which a request that waits keeps what was promised to it from eviction, at most."""
 
 
 class Replica:
@@ -45,6 +51,8 @@ class Replica:
             when_full="refuse",
             **settings.model_arguments,
         )
+        for name, path in settings.adapters.items():
+            await engine.call(partial(_load, name, path))
         feed = await engine.call(lambda own: own.cache.subscribe())
 
         async def snapshot() -> FeedSnapshot:
@@ -89,9 +97,13 @@ class Replica:
             prompt, params, namespace: as for `AsyncEngine.submit`.
         """
         engine = self._engine or await self._begin()
+        hold: asyncio.Task[Pin | None] | None = None
+        if promise.num_tokens and isinstance(prompt, list):  # until it has its memory, others may want it
+            hold = asyncio.create_task(engine.call(partial(_hold, prompt, params, namespace)))
         try:
             stream = await engine.submit(prompt, params, namespace=namespace)
         except HybridError as error:
+            await _release(engine, hold)
             yield error
             return
         try:
@@ -99,8 +111,12 @@ class Replica:
             yield stream.accepted
             async for output in stream:
                 yield replace(output, prompt_token_ids=[])
+                if hold is not None:
+                    await _release(engine, hold)
+                    hold = None
         finally:
             stream.abort()
+            await _release(engine, hold)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function with the engine."""
@@ -113,3 +129,24 @@ class Replica:
             await self._publisher.close()
         if self._engine is not None:
             await self._engine.close()
+
+
+def _load(name: str, path: str, engine: Engine) -> None:
+    engine.adapters.load(name, path)
+
+
+def _hold(prompt: Prompt, params: SamplingParams, namespace: str, engine: Engine) -> Pin | None:
+    """Keep what is cached of a prompt; None: nothing is, or half of the memory is kept already."""
+    try:
+        return engine.pin(prompt, HOLD_SECONDS, namespace=namespace, adapter=params.adapter)
+    except HybridError:
+        return None
+
+
+async def _release(engine: AsyncEngine, hold: asyncio.Task[Pin | None] | None) -> None:
+    if hold is None:
+        return
+    with suppress(HybridError):  # the engine was closed
+        pin = await hold
+        if pin is not None:
+            await engine.call(lambda own: own.unpin(pin))

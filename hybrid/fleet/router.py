@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from math import exp
 
 import numpy as np
 
 from hybrid.events.change import Change
 from hybrid.fleet.index import Depths, Index
-from hybrid.fleet.score import Weights, costs
+from hybrid.fleet.score import Loads, Weights, costs
 from hybrid.fleet.sessions import Session, Sessions
 
-RATE = 8000.0
-"""Tokens of prompts that a replica computes in a second, until it is measured."""
-
-SMOOTHING = 0.05
-"""Weight of the latest measurement of `Router.rate`."""
+MARKS: list[int] = sorted({step * 2**octave for octave in range(32) for step in range(8, 16)} | {*range(8)})
+"""Pages at the ends of which prompts under way are looked for: eight in each octave, so that a long prompt has few."""
 
 
 class Reservation:
@@ -31,14 +29,32 @@ class Reservation:
         expected: the same with what requests before it compute; at least `promised`.
         session: that it belongs to.
         names: of the pages of the prompt.
+        marks: those by which others find it while it is under way.
         is_waiting: its prompt is not computed yet.
         has_ended: it does not count any more.
     """
 
-    __slots__ = ("expected", "has_ended", "is_waiting", "names", "num_tokens", "promised", "replica", "session")
+    __slots__ = (
+        "expected",
+        "has_ended",
+        "is_waiting",
+        "marks",
+        "names",
+        "num_tokens",
+        "promised",
+        "replica",
+        "session",
+    )
 
     def __init__(
-        self, replica: int, num_tokens: int, promised: int, expected: int, session: Session, names: Sequence[bytes]
+        self,
+        replica: int,
+        num_tokens: int,
+        promised: int,
+        expected: int,
+        session: Session,
+        names: Sequence[bytes],
+        marks: Sequence[bytes],
     ) -> None:
         self.replica: int = replica
         self.num_tokens: int = num_tokens
@@ -46,6 +62,7 @@ class Reservation:
         self.expected: int = expected
         self.session: Session = session
         self.names: Sequence[bytes] = names
+        self.marks: Sequence[bytes] = marks
         self.is_waiting: bool = True
         self.has_ended: bool = False
 
@@ -54,8 +71,8 @@ class Router:
     """Chooses a replica for each request: home and memory, and what it can resume there.
 
     A session has a home, the replica of its last request. A new one goes where the cost is least, and what lives at a
-    replica beyond its share costs, too. A checkpoint counts whole, and pages after it in part. Load counts only beyond
-    a patience. One thread uses a router.
+    replica beyond its share costs, too, as does what it was given lately. A checkpoint counts whole, and pages after it
+    in part. Queues count beyond a patience: as long as computing takes what a replica has. One thread uses a router.
 
     Args:
         page_size: tokens per page.
@@ -63,17 +80,17 @@ class Router:
 
     Attributes:
         index: what the replicas have.
-        rate: tokens of prompts that a replica computes in a second.
     """
 
     def __init__(self, page_size: int, weights: Weights | None = None) -> None:
         self.index: Index = Index(page_size)
-        self.rate: float = RATE
         self._weights = weights or Weights()
         self._sessions = Sessions(self._weights.idle)
         self._replicas: set[int] = set()
         self._queued: Depths = np.zeros(self.index.width)
         self._live: Depths = np.zeros(self.index.width)
+        self._lately: Depths = np.zeros(self.index.width)
+        self._now = 0.0
         self._absent: Depths = np.full(self.index.width, np.inf)
         self._leading: dict[bytes, Reservation] = {}  # the latest prompt under way that has the page
 
@@ -89,7 +106,10 @@ class Router:
         if more:
             self._queued = np.append(self._queued, np.zeros(more))
             self._live = np.append(self._live, np.zeros(more))
+            self._lately = np.append(self._lately, np.zeros(more))
             self._absent = np.append(self._absent, np.full(more, np.inf))
+        if self._replicas:  # one that has just come is not given everything
+            self._lately[replica] = self._lately.sum() / len(self._replicas)
         self._replicas.add(replica)
         self._absent[replica] = 0.0
 
@@ -97,7 +117,7 @@ class Router:
         """Send no request to a replica any more, and forget what it has."""
         self._replicas.discard(replica)
         self.index.forget(replica)
-        self._queued[replica] = self._live[replica] = 0.0
+        self._queued[replica] = self._live[replica] = self._lately[replica] = 0.0
         self._absent[replica] = np.inf
 
     def apply(self, replica: int, changes: Iterable[Change]) -> None:
@@ -130,9 +150,13 @@ class Router:
             raise LookupError("there is no replica")
         for gone in self._sessions.expire(now):
             self._move(gone, None, 0.0)
+        if now > self._now:
+            self._lately *= exp((self._now - now) / self._weights.lately)
+            self._now = now
         found = self.index.find(names)
         own, size = self._sessions.find(names, session), self.index.page_size
-        leader, num_led = self._leader(names)
+        marks = [names[at] for at in MARKS[: bisect_right(MARKS, len(names) - 1)]]
+        leader, num_led = self._leader(names, marks)
         led, known = num_led * size, found.checkpoints
         if leader is not None:
             found.pages[leader.replica] = max(found.pages[leader.replica], led)
@@ -140,7 +164,8 @@ class Router:
                 found = found._replace(checkpoints=known.copy())
                 found.checkpoints[leader.replica] = max(known[leader.replica], led)
         home = own.home if own.home in self._replicas else None
-        cost = costs(self._weights, num_tokens, found, self._queued, self._live, len(self._replicas), self.rate, home)
+        loads = Loads(len(self._replicas), self._queued, self._live, self._lately)
+        cost = costs(self._weights, num_tokens, found, loads, home)
         cost += self._absent
         if among is not None:
             allowed = [*among]
@@ -153,23 +178,27 @@ class Router:
         promised = expected = int(known[best])
         if leader is not None and leader.replica == best:
             expected = max(promised, led)
-        reservation = Reservation(best, num_tokens, promised, expected, own, names)
-        self._queued[best] += num_tokens - promised
+        reservation = Reservation(best, num_tokens, promised, expected, own, names, marks)
+        self._queued[best] += num_tokens - expected
+        self._lately[best] += num_tokens - expected
         if own.home is None:
             own.shared = max(float(found.pages[best]), expected)
         self._move(own, best, max(own.own, num_tokens - own.shared))
         own.under_way += 1
         self._sessions.use(own, now)
-        self._leading.update(zip(names, repeat(reservation)))
+        self._leading.update(zip(marks, repeat(reservation)))
         return reservation
 
-    def _leader(self, names: Sequence[bytes]) -> tuple[Reservation | None, int]:
-        """The prompt under way that shares most with another, and how many pages."""
+    def _leader(self, names: Sequence[bytes], marks: Sequence[bytes]) -> tuple[Reservation | None, int]:
+        """The prompt under way that shares most marks with another, and how many pages it shares."""
         leading = self._leading
-        if not leading or not names or names[0] not in leading:
+        if not leading or not marks or marks[0] not in leading:
             return None, 0
-        num_pages = bisect_left(names, True, key=lambda name: name not in leading)
-        return leading[names[num_pages - 1]], num_pages
+        num_marks = bisect_left(marks, True, key=lambda name: name not in leading)
+        leader = leading[marks[num_marks - 1]]
+        others, most = leader.names, min(len(names), len(leader.names), MARKS[num_marks])
+        pages = range(MARKS[num_marks - 1] + 1, most)
+        return leader, pages.start + bisect_left(pages, True, key=lambda at: names[at] != others[at])
 
     def _move(self, session: Session, home: int | None, own: float) -> None:
         """Count the tokens of a session at its home."""
@@ -180,24 +209,18 @@ class Router:
         if home is not None:
             self._live[home] += own
 
-    def computed(self, reservation: Reservation, seconds: float | None = None) -> None:
-        """The prompt of a request is computed: its first token came.
-
-        Args:
-            seconds: that computing it took; None: not known.
-        """
+    def computed(self, reservation: Reservation) -> None:
+        """The prompt of a request is computed: its first token came."""
         if not reservation.is_waiting:
             return
         reservation.is_waiting = False
-        work = reservation.num_tokens - reservation.promised
+        work = reservation.num_tokens - reservation.expected
         replica, leading = reservation.replica, self._leading
         if replica in self._replicas:
             self._queued[replica] = max(0.0, self._queued[replica] - work)
-        for name in reservation.names:
+        for name in reservation.marks:
             if leading.get(name) is reservation:
                 del leading[name]
-        if seconds and seconds > 0 and work > 0:
-            self.rate += SMOOTHING * (work / seconds - self.rate)
 
     def ended(self, reservation: Reservation, num_answer: int = 0) -> None:
         """A request has ended, in whatever way. Another call does nothing.

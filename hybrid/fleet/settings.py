@@ -21,6 +21,7 @@ class FleetSettings:
         name: of the model, in responses.
         device, dtype, speculation: as for `Engine.from_pretrained`.
         cache, engine: of each replica.
+        adapters: folders of LoRA adapters by their names, of each replica.
         threads: of torch, in each replica; None: as many as it chooses.
         keys: tenants by their keys; empty: every caller of this machine.
         hosts: see `hybrid.server.tenants.Tenants`.
@@ -37,6 +38,7 @@ class FleetSettings:
     speculation: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    adapters: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
     keys: dict[str, Caller] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()

@@ -58,7 +58,10 @@ class Member:
         number: in the router.
         name: of the replica, unique.
         follower: of its events; None: it sends none.
-        sent, promised_tokens, broken_tokens: requests, tokens that were promised, and those of them that it computed.
+        sent: requests.
+        asked_tokens, hit_tokens: of their prompts, and those of them that it did not compute.
+        promised_tokens, broken_tokens: that were promised, and those of them that it computed.
+        misjudged_tokens: that were hit and not expected (`Reservation.expected`), or expected and not hit.
         num_broken: promises that were broken, one after the other.
         num_reads: how often it was read anew for that.
         is_believed: its events count.
@@ -68,8 +71,11 @@ class Member:
     name: str
     follower: Follower | None = None
     sent: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
     promised_tokens: int = 0
     broken_tokens: int = 0
+    misjudged_tokens: int = 0
     num_broken: int = 0
     num_reads: int = 0
     is_believed: bool = True
@@ -80,7 +86,8 @@ class Member:
         follower = self.follower
         shown = {"replica": self.name, "sent": self.sent, "is_believed": self.is_believed, "num_reads": self.num_reads}
         events = {"events": follower.number, "gaps": follower.num_gaps} if follower is not None else {}
-        return shown | events | {"promised_tokens": self.promised_tokens, "broken_tokens": self.broken_tokens}
+        tokens = ("asked", "hit", "promised", "broken", "misjudged")
+        return shown | events | {f"{name}_tokens": getattr(self, f"{name}_tokens") for name in tokens}
 
 
 class FleetState:
@@ -174,6 +181,9 @@ class FleetState:
             if member is None:
                 return
             member.sent += 1
+            member.asked_tokens += reservation.num_tokens
+            member.hit_tokens += num_hit
+            member.misjudged_tokens += abs(reservation.expected - num_hit)
             member.promised_tokens += reservation.promised
             missing = max(0, reservation.promised - num_hit)
             member.broken_tokens += missing

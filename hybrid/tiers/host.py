@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +67,10 @@ class Dropped(NamedTuple):
     note: Note | None = None
 
 
+OnChange = Callable[[bool, bytes, Note | None, int], None]
+"""Sees a copy of a checkpoint come or go: whether it comes, its name, its note, and the bytes of its contents."""
+
+
 class HostTier:
     """Copies in host memory, up to a number of bytes: a `Tier`.
 
@@ -82,6 +86,8 @@ class HostTier:
         num_hits: copies that were used.
         num_checkpoints: checkpoints that it holds.
         num_damaged: copies that were not what had been copied.
+        on_change: called with each checkpoint of which there is a copy from now on (True), or none any more, and its
+            note; None: nothing is. Must not raise.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class HostTier:
         self.bytes_written: int = 0
         self.num_hits: int = 0
         self.num_damaged: int = 0
+        self.on_change: OnChange | None = None
         self._passes_on = passes_on
         self._has_arrived = has_arrived
         self._arriving: deque[HeldCopy] = deque()  # that have no checksum yet, in the order in which they arrive
@@ -162,6 +169,8 @@ class HostTier:
         known.copy, known.note = self._held(contents, offer.checksum), offer.note
         self.num_checkpoints += 1
         self._order.use(name, value)
+        if self.on_change is not None:
+            self.on_change(True, name, known.note, len(known.copy))
         return True
 
     def _offer_page(self, name: bytes, offer: Offer) -> bool:
@@ -231,14 +240,14 @@ class HostTier:
         self._on_device.add(name)
         self._order.use(name, WORTHLESS)
         if not is_copied_again:
-            self._drop_state(kept)
+            self._drop_state(name, kept)
 
     def _drop(self, name: bytes) -> None:
         """Drop what has the lowest rank: a checkpoint, with the pages that only it needs, which may go elsewhere then.
         Of one that the device has too, first the state: what is left need not be copied again when it leaves it."""
         kept = self._checkpoints[name]
         if name in self._on_device and kept.copy is not None:
-            self._drop_state(kept)
+            self._drop_state(name, kept)
             self._order.use(name, WORTHLESS)
             return
         self._order.drop(name)
@@ -251,15 +260,17 @@ class HostTier:
                 if own is not None:
                     self._dropped.append(Dropped((PAGE, page), own, () if before is None else (before,)))
 
-    def _drop_state(self, kept: Kept) -> None:
+    def _drop_state(self, name: bytes, kept: Kept) -> None:
         if kept.copy is not None:
+            if self.on_change is not None:
+                self.on_change(False, name, kept.note, len(kept.copy))
             self.bytes_used -= len(kept.copy)
             self.num_checkpoints -= 1
             kept.copy = None
 
     def _forget(self, name: bytes) -> list[tuple[bytes, bytes | None, HeldCopy | None]]:
         """Forget a checkpoint and the pages that only it needs. Returns these: name, name of the page before, copy."""
-        self._drop_state(self._checkpoints.pop(name))
+        self._drop_state(name, self._checkpoints.pop(name))
         self._order.discard(name)
         self._on_device.discard(name)
         gone = [(page, before, self._pages.pop(page, None)) for page, before in self._refs.remove(name)]
@@ -281,6 +292,12 @@ class HostTier:
         """The names of all copies."""
         states = [(CHECKPOINT, name) for name, kept in self._checkpoints.items() if kept.copy is not None]
         return [*states, *((PAGE, name) for name in self._pages)]
+
+    def checkpoints(self) -> Iterator[tuple[bytes, Note | None, int]]:
+        """The names of copies of checkpoints, their notes, and the bytes of their contents."""
+        for name, kept in self._checkpoints.items():
+            if kept.copy is not None:
+                yield name, kept.note, len(kept.copy)
 
     def begin(self, names: Sequence[Name]) -> ReadyReading:
         """See `Tier.begin`. Copies nothing. A copy that is not what was copied is dropped."""
@@ -326,6 +343,9 @@ class HostTier:
 
     def clear(self) -> None:
         """See `Tier.clear`."""
+        if self.on_change is not None:
+            for name, note, num_bytes in [*self.checkpoints()]:
+                self.on_change(False, name, note, num_bytes)
         for held in (
             self._pages,
             self._checkpoints,

@@ -22,6 +22,7 @@ from hybrid import (
     UnsupportedModelError,
 )
 from hybrid.commands.random_checkpoints import is_comparable, write_random_checkpoint
+from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.speculation.config import SpeculationConfig
 from support.checkpoints import cast_weights, random_model, text_config
 from support.drafters import following
@@ -200,6 +201,20 @@ def test_what_adapters_cache_is_apart(loaded: Engine, folders: dict[str, Path]) 
         assert again.token_ids == output.token_ids
     with pytest.raises(ArgumentError, match="marks those of adapters"):
         answer(engine, prompt, namespace=f"\0adapter {engine.adapters['one'].digest}\0")
+
+
+def test_who_knows_an_adapter_without_its_matrices_names_what_it_caches_alike(
+    loaded: Engine, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    known = Adapters(loaded.model, None, list, lambda: None)
+    for name, folder in folders.items():
+        known.declare(name, folder)
+    engine = engine_on(loaded, folders)
+    for name, adapter in engine.adapters.items():
+        assert namespace_of(known.named(name), "ann") == namespace_of(adapter, "ann")
+        assert known[name].num_bytes == 0
+    with pytest.raises(CheckpointError, match="not an adapter"):
+        known.declare("none", tmp_path)
 
 
 def test_an_adapter_loaded_again_finds_what_it_cached_and_another_of_its_name_does_not(

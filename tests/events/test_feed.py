@@ -9,9 +9,10 @@ import pytest
 
 from hybrid import ArgumentError, CacheConfig, CacheMemory, HybridCache, Key, OwnershipError
 from hybrid.events import Change, Feed
-from hybrid.events.change import EVERYTHING
+from hybrid.events.change import EVERYTHING, HOST
 from hybrid.tiers.tier import chain
 from hybrid.tree.node import Kind
+from support.caches import Contents
 
 PAGE = 4
 
@@ -90,7 +91,7 @@ def test_changes_on_top_of_a_snapshot_are_what_the_tree_has_through_random_lives
 
 def test_a_change_has_the_digest_of_namespace_and_tokens_and_what_a_reader_needs() -> None:
     cache = cache_of()
-    feed = cache.subscribe()
+    feed = cache.subscribe(with_values=True)
     serve(cache, [*range(13)], "ann")
     names = chain(Key.of([*range(12)]).ids, "ann", PAGE * 4)
     pages, checkpoint = feed.since(0) or ()
@@ -102,6 +103,37 @@ def test_a_change_has_the_digest_of_namespace_and_tokens_and_what_a_reader_needs
     further = (feed.since(2) or [])[0]
     assert further.parent == names[-1]
     assert further.num_tokens == 16
+
+
+def test_copies_in_host_memory_come_and_go_by_their_names() -> None:
+    rng = random.Random(5)
+    memory = CacheMemory.of_bytes(2000, 16, 64, mover=Contents())
+    cache = HybridCache(memory, CacheConfig(page_size=PAGE, chunk_size=PAGE, host=2000, eviction="lru"))
+    cache.note_pass(10, 1.0)  # computing is slow: copies are worth it
+    paths = [[rng.randrange(9) for _ in range(4 * PAGE + 1)] for _ in range(40)]
+    feed = cache.subscribe()
+    there: set[bytes] = set()
+    number = 0
+    came = went = 0
+    assert cache.tiers is not None and cache.tiers.host is not None
+    for step in range(300):
+        serve(cache, rng.choice(paths))
+        if step == 200:
+            cache.clear()
+        changes = feed.since(number)
+        assert changes is not None
+        number += len(changes)
+        for change in changes:
+            if change.tier != HOST:
+                continue
+            assert change.kind == "checkpoint" and change.num_tokens == 4 * PAGE
+            (there.add if change.born else there.remove)(change.names)
+            came, went = came + change.born, went + (not change.born)
+        held = {name for kind, name in cache.tiers.host.names() if kind == "checkpoint"}
+        assert there == held == {one.names for one in feed.snapshot().changes if one.tier == HOST}
+    assert came > 30 and went > 30
+    feed.close()
+    assert cache.tiers.host.on_change is None
 
 
 def test_a_reader_that_is_too_far_behind_gets_none_and_one_that_is_up_to_date_nothing() -> None:

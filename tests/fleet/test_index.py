@@ -8,6 +8,7 @@ import pytest
 
 from hybrid.events import Change
 from hybrid.fleet import Index
+from hybrid.fleet.index import MAX_DEPTHS
 from support.prefixes import PAGE, checkpoint, names_of, pages
 
 
@@ -40,6 +41,17 @@ def test_it_finds_the_deepest_page_and_checkpoint_of_each_replica(num_replicas: 
             assert found.pages[replica] == PAGE * sum(name in own_pages for name in path)
             assert found.checkpoints[replica] == PAGE * deepest
         assert not found.pages[num_replicas:].any()
+
+
+def test_of_many_depths_the_deepest_are_told_apart_and_others_have_what_all_have() -> None:
+    index, path = Index(PAGE), names_of(*range(MAX_DEPTHS + 40))
+    for replica in range(MAX_DEPTHS + 20):
+        index.apply(replica, [pages(path[: 10 + replica]), checkpoint(path[: 10 + replica])])
+    found = index.find(path)
+    for replica in range(MAX_DEPTHS + 20):
+        is_deep = replica >= 20
+        assert found.pages[replica] == PAGE * (10 + replica if is_deep else 10)
+        assert found.checkpoints[replica] == (PAGE * (10 + replica) if is_deep else 0)
 
 
 def test_what_comes_twice_and_deaths_of_what_is_not_there_change_nothing() -> None:

@@ -20,9 +20,9 @@ def prompt(*path: int) -> tuple[list[bytes], int]:
     return names, len(names) * PAGE + 1
 
 
-def run(router: Router, reservation: Reservation) -> None:
+def run(router: Router, reservation: Reservation, *path: int) -> None:
     """The replica computes a prompt, and has it then."""
-    names = [*reservation.names]
+    names = names_of(*path)
     router.computed(reservation)
     router.apply(reservation.replica, [pages(names), checkpoint(names)])
     router.ended(reservation)
@@ -32,12 +32,12 @@ def test_a_session_goes_home_and_what_is_promised_is_there() -> None:
     router = router_of(4)
     first = router.choose(*prompt(1, 2), now=0.0, session="ann")
     assert first.promised == 0
-    run(router, first)
+    run(router, first, 1, 2)
     for turn in range(3, 8):
         following = router.choose(*prompt(*range(1, turn)), now=float(turn), session="ann")
         assert following.replica == first.replica
         assert following.promised == (turn - 2) * PAGE if turn > 3 else 2 * PAGE
-        run(router, following)
+        run(router, following, *range(1, turn))
 
 
 def test_new_sessions_are_spread_by_the_memory_that_they_take() -> None:
@@ -63,13 +63,13 @@ def test_without_ids_a_prompt_that_continues_another_is_its_session_and_one_that
     for at in range(4):
         chosen = router.choose(*prompt(*system, *[100 + at] * 60), now=float(at))
         sessions[at] = chosen
-        run(router, chosen)
+        run(router, chosen, *system, *[100 + at] * 60)
     assert len({id(one.session) for one in sessions.values()}) == 4
     for at, before in sessions.items():
         following = router.choose(*prompt(*system, *[100 + at] * 60, 5, 5), now=10.0 + at)
         assert following.session is before.session
         assert following.replica == before.replica
-        run(router, following)
+        run(router, following, *system, *[100 + at] * 60, 5, 5)
 
 
 def test_a_request_goes_to_the_prompt_under_way_that_it_shares_and_that_is_no_promise() -> None:
@@ -81,11 +81,24 @@ def test_a_request_goes_to_the_prompt_under_way_that_it_shares_and_that_is_no_pr
     assert {one.expected for one in others} == {40 * PAGE}
 
 
+def test_a_session_whose_home_has_lost_its_prompt_goes_where_least_was_computed() -> None:
+    router = router_of(2)
+    path = range(100, 200)
+    home = router.choose(*prompt(*path), now=0.0, session="ann")
+    run(router, home, *path)
+    other = [7] * 100  # the home is given more than the other replica
+    run(router, router.choose(*prompt(*other), now=1.0, among=[home.replica]), *other)
+    following = router.choose(*prompt(*path, 5), now=2.0, session="ann")
+    assert following.replica == home.replica
+    router.ended(following)
+    router.apply(home.replica, [pages(names_of(*path), False), checkpoint(names_of(*path), False)])
+    assert router.choose(*prompt(*path, 5, 6), now=3.0, session="ann").replica != home.replica
+
+
 def test_load_beyond_the_patience_takes_a_session_from_home() -> None:
     router = router_of(2)
-    router.rate = 10.0
     home = router.choose(*prompt(1, 2, 3), now=0.0, session="ann")
-    run(router, home)
+    run(router, home, 1, 2, 3)
     here = [one for at in range(40) if (one := router.choose(*prompt(50 + at), now=1.0, among=[home.replica]))]
     assert len(here) == 40
     assert router.choose(*prompt(1, 2, 3, 4), now=2.0, session="ann").replica != home.replica
@@ -94,7 +107,7 @@ def test_load_beyond_the_patience_takes_a_session_from_home() -> None:
 def test_a_replica_that_is_removed_gets_nothing_and_one_that_returns_begins_with_nothing() -> None:
     router = router_of(2)
     first = router.choose(*prompt(1, 2, 3), now=0.0, session="ann")
-    run(router, first)
+    run(router, first, 1, 2, 3)
     router.remove(first.replica)
     router.apply(first.replica, [pages(names_of(1, 2, 3))])  # an event that was late
     again = router.choose(*prompt(1, 2, 3, 4), now=1.0, session="ann")

@@ -1,11 +1,10 @@
-"""Replicas of one machine that share a directory, on a real Ray: what one computed, another restores."""
+"""Replicas of one machine that share memory, on a real Ray: what one computed, another restores."""
 
 from __future__ import annotations
 
 import random
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +12,17 @@ ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 httpx = pytest.importorskip("httpx")
 
 from hybrid import CacheConfig  # noqa: E402
+from hybrid.commands.fleet import shared_directory  # noqa: E402
 from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.fleet import deployment  # noqa: E402
 from hybrid.fleet.settings import FleetSettings  # noqa: E402
 
 
-def test_what_a_replica_has_written_another_one_restores_after_it_was_killed(tmp_path: Path) -> None:
+def test_what_a_replica_has_written_another_one_restores_after_it_was_killed() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    cache = CacheConfig(memory="4MiB", disk="256MiB", directory=tmp_path / "copies")  # most must leave the device
+    cache = CacheConfig(memory="4MiB", disk="256MiB", directory=shared_directory())  # most must leave the device
     engine = EngineConfig(max_num_seqs=16, max_waiting=64)
     rng = random.Random(1)
     documents = [[rng.randrange(3, 1000) for _ in range(400)] for _ in range(14)]
