@@ -32,7 +32,6 @@ from torch import Tensor
 from hybrid import CacheConfig, Engine
 from hybrid.commands import parity
 from hybrid.commands.random_checkpoints import Family, random_model
-from hybrid.kernels.packed_weights import unpack
 from hybrid.models.layers import Linear
 from hybrid.models.loading import ARCHITECTURES
 
@@ -175,10 +174,8 @@ import sys
 source, model, file, kind = sys.argv[1:]
 sys.path[:0] = [source, source + "/gguf-py"]
 import convert_hf_to_gguf as program
+from conversion import falcon_h1, granite, lfm2, llama, mamba, nemotron, qwen
 from conversion.base import TextModel
-from conversion.granite import GraniteHybridModel
-from conversion.mamba import Mamba2Model
-from conversion.nemotron import NemotronHModel
 
 def write_vocabulary(self):
     size, writer = self.hparams["vocab_size"], self.gguf_writer
@@ -187,10 +184,14 @@ def write_vocabulary(self):
     writer.add_token_types([1] * size)
     writer.add_bos_token_id(1), writer.add_eos_token_id(2)
 
-TextModel._set_vocab_gpt2 = write_vocabulary  # a random checkpoint has no tokenizer
-for model_class in (GraniteHybridModel, Mamba2Model, NemotronHModel, TextModel):
-    model_class.set_vocab = write_vocabulary
-sys.argv = ["convert", model, "--outfile", file, "--outtype", kind]
+def classes(base):
+    yield base
+    for derived in base.__subclasses__():
+        yield from classes(derived)
+
+for model_class in classes(TextModel):
+    model_class.set_vocab = write_vocabulary  # a random checkpoint has no tokenizer
+sys.argv = ["convert", model, "--outfile", file, "--outtype", kind, "--no-mtp"]
 program.main()
 """
 
@@ -219,19 +220,11 @@ def write_checkpoint(folder: Path, family: Family) -> None:
     file.write_text(json.dumps(config))
 
 
-def numbers(module: Linear) -> Tensor:
-    """The numbers of a weight, however it is stored."""
-    if module.weight.dtype != torch.uint8:
-        return module.weight
-    assert module.scale is not None
-    return unpack(module.weight, module.scale, module.shape[1])
-
-
 def write_numbers(engine: Engine, folder: Path) -> None:
     """Write the numbers that a model is computed with as a checkpoint for transformers."""
     model = engine.loaded.model
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    weights |= {f"{name}.weight": numbers(each) for name, each in model.named_modules() if isinstance(each, Linear)}
+    weights |= {f"{name}.weight": each.numbers() for name, each in model.named_modules() if isinstance(each, Linear)}
     layouts = ARCHITECTURES[model.config.model_type].layouts
     stored = {}
     for name, weight in weights.items():

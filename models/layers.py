@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import linear
+from hybrid.kernels.packed_weights import is_packed_weight, unpack
 from hybrid.kernels.reference import elementwise
 
 
@@ -47,6 +48,14 @@ class Linear(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.scale: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """The weight, `[outputs, inputs]`, or what a quantized one stands for, in fp32."""
+        if self.scale is None:
+            return self.weight
+        if is_packed_weight(self.weight):
+            return unpack(self.weight, self.scale, self.shape[1])
+        return self.weight * self.scale.unsqueeze(1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""

@@ -281,6 +281,12 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
     add_dtype(parser, "float32")
+    parser.add_argument(
+        "--load-dtype",
+        default=None,
+        help="quantize weights to int8 or int4; logits are then compared with transformers on the numbers that they "
+        "stand for, and their error against the checkpoint is measured (default: as they are)",
+    )
 
 
 def add_stress(parser: argparse.ArgumentParser) -> None:

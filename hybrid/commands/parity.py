@@ -13,20 +13,22 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, product
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import copyfile, rmtree
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.stats import CacheStats
@@ -44,7 +46,9 @@ from hybrid.engine.step import Part, Step
 from hybrid.errors import HybridError
 from hybrid.kernels.ops import compiled_for
 from hybrid.memory.memory import smallest_memory
+from hybrid.models.layers import Linear
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
+from hybrid.models.weights import stored_tensors
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
@@ -177,6 +181,10 @@ TOLERANCE = 1e-4
 
 MAX_ERRORS = 1.5
 """Largest error allowed in another type, in errors of transformers' own model in that type."""
+
+MAX_QUANTIZATION_ERRORS = {"int8": 0.05, "int4": 0.6}
+"""Largest error allowed of logits of quantized weights, as a fraction of the checkpoint's: random weights of a hundred
+columns bear them badly."""
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -398,8 +406,25 @@ def _quiet(text: str) -> None:
     """Show nothing."""
 
 
-def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32", note: Note = _quiet) -> Parity:
-    """Run every check on a checkpoint, in a type.
+@dataclass(frozen=True)
+class Types:
+    """The types that checks are run in.
+
+    Attributes:
+        dtype: of the model.
+        load_dtype: what its weights are quantized to; None: they have the model's type.
+    """
+
+    dtype: str = "float32"
+    load_dtype: str | None = None
+
+    def engine(self, model: str | Path, cache: CacheConfig, **others: Any) -> Engine:
+        """An engine of these types."""
+        return Engine.from_pretrained(model, dtype=self.dtype, load_dtype=self.load_dtype, cache=cache, **others)
+
+
+def run_parity(model: str | Path, seed: int = 0, types: Types = Types(), note: Note = _quiet) -> Parity:
+    """Run every check on a checkpoint, in types.
 
     Args:
         note: called with what is checked next.
@@ -408,11 +433,11 @@ def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32", note: N
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, dtype, process, note)
+        return check_all(model, seed, types, process, note)
 
 
 def check_all(
-    model: str | Path, seed: int, dtype: str, process: Executor, note: Note = _quiet, is_variant: bool = False
+    model: str | Path, seed: int, types: Types, process: Executor, note: Note = _quiet, is_variant: bool = False
 ) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile.
 
@@ -424,25 +449,74 @@ def check_all(
     started = time.process_time()
     compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
     imported = time.process_time()
-    engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
+    engine = types.engine(model, CacheConfig(memory="2GiB", deterministic=True))
     loaded, judge = time.process_time(), Judge(engine, seed)
     preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
-    ids, types = compared_with_transformers(judge), dict.fromkeys(("float32", dtype))
-    theirs = [process.submit(transformers_logits, checkpoint.path, ids, each) for each in types]
+    ids = compared_with_transformers(judge)
+    theirs = submitted_logits(judge, checkpoint.path, ids, types, process)
     drafted = not is_variant and has_predictor(checkpoint)
-    others = process.submit(predicted, str(model), seed, dtype) if drafted else None
+    others = process.submit(predicted, str(model), seed, types) if drafted else None
     checks, scenarios = [], OF_VARIANTS if is_variant else SCENARIOS
     for at, scenario in enumerate(scenarios, 1):
         note(f"hits against cold runs, {at} of {len(scenarios)}: {scenario.__name__.replace('_', ' ')}")
         checks.append(judge.attempt(scenario))
     if not is_variant:
         note("drafts: right ones, wrong ones, and some that are none")
-        checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
+        checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, types, process)
     note("logits against those of transformers")
-    checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
+    logits, *rounded = (torch.from_numpy(each.result()) for each in theirs)
+    if types.load_dtype is not None:
+        checks.insert(0, of_quantization(judge, rounded.pop(), types.load_dtype))
+    checks = against_transformers(judge, logits, *rounded) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
     return Parity(checks, preparation)
+
+
+def submitted_logits(
+    judge: Judge, path: Path, ids: Sequence[int], types: Types, process: Executor
+) -> list[Future[np.ndarray[Any, Any]]]:
+    """What transformers computes: logits in float32, in the model's type where that is another, and, of quantized
+    weights, of the checkpoint as it is in float32. The first ones are of the numbers that quantized weights stand
+    for."""
+    asked = [(path, each) for each in dict.fromkeys(("float32", types.dtype))]
+    folder = None
+    if types.load_dtype is not None:
+        folder = Path(mkdtemp())
+        write_numbers(judge.engine, path, folder)
+        asked = [(folder, each) for _, each in asked] + [(path, "float32")]
+    found = [process.submit(transformers_logits, of, ids, each) for of, each in asked]
+    if folder is not None:
+        found[-1].add_done_callback(lambda _: rmtree(folder))  # jobs are computed in order
+    return found
+
+
+def write_numbers(engine: Engine, path: Path, folder: Path) -> None:
+    """Write a checkpoint again, with the numbers that the quantized weights of an engine stand for."""
+    model = engine.loaded.model
+    for file in path.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            copyfile(file, folder / file.name)
+    on_disk = {name: each.tensor() for name, each in stored_tensors(path).items()}
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear) or module.scale is None:
+            continue
+        ways = type(model).layouts(f"{name}.weight", model.config)
+        for source in max(ways, key=lambda way: sum(source.name in on_disk for source in way)):
+            tensor = on_disk[source.name] = on_disk[source.name].float()
+            tensor[slice(None) if source.rows is None else source.rows] = module.numbers()[source.at]
+    save_file(on_disk, folder / "model.safetensors", {"format": "pt"})
+
+
+def of_quantization(judge: Judge, exact: torch.Tensor, load_dtype: str) -> Check:
+    """Compare logits of quantized weights with those of the checkpoint in transformers in float32: their root mean
+    square, as a fraction of that of the logits."""
+    ids = compared_with_transformers(judge)
+    ours = prompt_logits(judge.warm(), ids, len(ids))
+    error = float((ours - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+    bound = MAX_QUANTIZATION_ERRORS[load_dtype.partition(":")[0]]
+    detail = f"error {error:.1e} of the checkpoint's logits in float32, allowed {bound}"
+    return Check(f"{load_dtype} against the checkpoint", error <= bound, None, detail)
 
 
 def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
@@ -457,8 +531,8 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
     return Preparation(*(round(part, 3) for part in parts))
 
 
-def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in a type, and some of them on its variants. Those
+def run_all_families(seed: int = 0, types: Types = Types(), note: Note = _quiet) -> dict[str, Parity]:
+    """Run every check on a small random checkpoint of every family, in types, and some of them on its variants. Those
     that the installed transformers computes otherwise than they were trained are left out, with a warning."""
     results = {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
@@ -469,7 +543,7 @@ def run_all_families(seed: int = 0, dtype: str = "float32", note: Note = _quiet)
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith(("qwen3_5", "qwen3_next")):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, dtype, process, partial(_note_of, name, note), "," in name)
+            results[name] = check_all(path, seed, types, process, partial(_note_of, name, note), "," in name)
     return results
 
 
@@ -679,16 +753,16 @@ def _by_mode(
     ]
 
 
-def files(judge: Judge, model: str | Path, dtype: str, process: Executor) -> list[Check]:
+def files(judge: Judge, model: str | Path, types: Types, process: Executor) -> list[Check]:
     """Prefixes go from one engine to another, by file and in memory, and to a second process, which makes engines of
     its own."""
     return [
         judge.attempt(saved_and_loaded),
         judge.attempt(prefilled_and_decoded),
-        judge.attempt(in_a_second_process, model, dtype, process),
+        judge.attempt(in_a_second_process, model, types, process),
         judge.attempt(to_host_memory_and_back),
         judge.attempt(to_disk_and_back),
-        judge.attempt(restarted, model, dtype, process),
+        judge.attempt(restarted, model, types, process),
     ]
 
 
@@ -697,21 +771,21 @@ def saved_and_loaded(judge: Judge) -> Check:
     return _saved(judge, "saved and loaded by another engine", _load_and_generate)
 
 
-def in_a_second_process(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
+def in_a_second_process(judge: Judge, model: str | Path, types: Types, process: Executor) -> Check:
     """Save and load where another process loads, with an engine that it makes from the checkpoint."""
 
     def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
         config = judge.engine.cache.config
-        return process.submit(generate_from_file, str(model), dtype, config, path, prompts).result()
+        return process.submit(generate_from_file, str(model), types, config, path, prompts).result()
 
     return _saved(judge, "saved and loaded by a second process", generate)
 
 
 def generate_from_file(
-    model: str, dtype: str, config: CacheConfig, path: Path, prompts: list[list[int]]
+    model: str, types: Types, config: CacheConfig, path: Path, prompts: list[list[int]]
 ) -> tuple[Transfer, list[RequestOutput]]:
     """Load and answer, in the second process."""
-    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
+    with types.engine(model, config) as engine:
         loaded = engine.load(path)
         return loaded, engine.generate(prompts, ANSWER, progress=False)
 
@@ -757,14 +831,14 @@ def to_disk_and_back(judge: Judge) -> Check:
 
 
 @computing_takes(SLOWLY)
-def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
+def restarted(judge: Judge, model: str | Path, types: Types, process: Executor) -> Check:
     """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
     directory, and answers the prompts and their second turns."""
     with TemporaryDirectory() as folder:
         first = _few(judge, host="1MiB", directory=Path(folder) / "cache")
         prompts = _conversations(judge, first, 3)
         first.close()
-        later = process.submit(generate_after_restart, str(model), dtype, first.cache.config, prompts)
+        later = process.submit(generate_after_restart, str(model), types, first.cache.config, prompts)
         outputs, stats = later.result()
     hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
     return judge.check(
@@ -777,10 +851,10 @@ def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) ->
 
 @computing_takes(SLOWLY)
 def generate_after_restart(
-    model: str, dtype: str, config: CacheConfig, prompts: list[list[int]]
+    model: str, types: Types, config: CacheConfig, prompts: list[list[int]]
 ) -> tuple[list[RequestOutput], CacheStats]:
     """Answer with what the directory holds, in the second process."""
-    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
+    with types.engine(model, config) as engine:
         outputs = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
         engine.cache.audit()
         return outputs, engine.cache.stats()
@@ -891,10 +965,10 @@ def transformers_logits(path: Path, ids: Sequence[int], dtype: str = "float32") 
     return logits
 
 
-def predicted(model: str, seed: int, dtype: str) -> list[Drafted]:
+def predicted(model: str, seed: int, types: Types) -> list[Drafted]:
     """Answers with drafts of the checkpoint's own predictor."""
     config = CacheConfig(memory="64MiB", deterministic=True)
-    engine = Engine.from_pretrained(model, dtype=dtype, cache=config, speculation="mtp")
+    engine = types.engine(model, config, speculation="mtp")
     return predictor(Judge(engine, seed))
 
 
@@ -913,10 +987,11 @@ def verdict(results: Mapping[str, Parity]) -> str:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections(), console.status("") as status:  # in a terminal
+        types = Types(args.dtype, args.load_dtype)
         if args.all_families:
-            families = run_all_families(args.seed, args.dtype, status.update)
+            families = run_all_families(args.seed, types, status.update)
         else:
-            families = {args.model: run_parity(args.model, args.seed, args.dtype, status.update)}
+            families = {args.model: run_parity(args.model, args.seed, types, status.update)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:

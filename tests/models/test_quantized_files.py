@@ -12,7 +12,6 @@ from torch import Tensor
 from hybrid import CacheConfig, CheckpointError, Engine, SamplingParams, UnsupportedModelError
 from hybrid.commands import parity
 from hybrid.commands.random_checkpoints import write_random_checkpoint
-from hybrid.kernels.packed_weights import unpack
 from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
 from support.checkpoints import edit_config
@@ -144,15 +143,6 @@ def written(tmp_path: Path, name: str) -> tuple[Path, Path]:
     return short, whole
 
 
-def numbers(module: Linear) -> Tensor:
-    """The numbers of a weight, however it is stored."""
-    if module.scale is None:
-        return module.weight
-    if module.weight.dtype == torch.int8:
-        return module.weight * module.scale.unsqueeze(1)
-    return unpack(module.weight, module.scale, module.shape[1])
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_stand_for_the_numbers_of_the_format(name: str, tmp_path: Path) -> None:
     models = [load_model(open_checkpoint(path), torch.float32, CPU, 64) for path in written(tmp_path, name)]
@@ -160,7 +150,7 @@ def test_weights_stand_for_the_numbers_of_the_format(name: str, tmp_path: Path) 
     kinds = set()
     for key, module in found.items():
         if isinstance(module, Linear):
-            assert torch.equal(numbers(module), expected[key].weight), key
+            assert torch.equal(module.numbers(), expected[key].weight), key
             kinds.add(module.weight.dtype)
             if module.weight.dtype == torch.uint8:
                 assert module.scale is not None
