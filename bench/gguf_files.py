@@ -103,6 +103,7 @@ FAMILIES: dict[str, Family] = {
         {
             **GRANITE,
             "num_local_experts": 0,
+            "shared_intermediate_size": 512,
             "layer_types": ["full_attention"] * 2,
             "num_hidden_layers": 2,
             "position_embedding_type": "rope",
@@ -170,12 +171,13 @@ CONVERTED = ("bf16", "f16", "q8_0")
 QUANTIZED = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K")
 
 CONVERT = """
+import json
 import sys
 source, model, file, kind = sys.argv[1:]
 sys.path[:0] = [source, source + "/gguf-py"]
 import convert_hf_to_gguf as program
-from conversion import falcon_h1, granite, lfm2, llama, mamba, nemotron, qwen
-from conversion.base import TextModel
+from conversion import falcon_h1, granite, lfm2, llama, nemotron, qwen
+from conversion.base import ModelBase, TextModel
 
 def write_vocabulary(self):
     size, writer = self.hparams["vocab_size"], self.gguf_writer
@@ -191,7 +193,12 @@ def classes(base):
 
 for model_class in classes(TextModel):
     model_class.set_vocab = write_vocabulary  # a random checkpoint has no tokenizer
-sys.argv = ["convert", model, "--outfile", file, "--outtype", kind, "--no-mtp"]
+with open(model + "/config.json") as file_:
+    config = json.load(file_)
+if config["model_type"] == "nemotron_h":  # transformers' class would add experts to a dense model
+    ModelBase.load_hparams = staticmethod(lambda *_: dict(config))
+sys.argv = ["convert", model, "--outfile", file, "--outtype", kind]
+sys.argv += ["--no-mtp"] * config["model_type"].startswith("qwen3_5")
 program.main()
 """
 
@@ -217,6 +224,8 @@ def write_checkpoint(folder: Path, family: Family) -> None:
         config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
         config["num_hidden_layers"] = len(kinds)
         config["rms_norm_eps"] = config["layer_norm_epsilon"]
+        if "moe" not in kinds:
+            config = {name: value for name, value in config.items() if "expert" not in name and "moe" not in name}
     file.write_text(json.dumps(config))
 
 
