@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of.
+"""Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of; a
+family of models against Qwen3.5.
 
     python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|server|threads|costs|decays] [--json]
+    python bench/cpu.py --family NAME [--dtype float32] [--json]
 
 `--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
 side runs alone. Medians of runs that alternate between the sides. Exit status 1 when a target is missed.
@@ -19,8 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 from urllib.error import URLError
@@ -28,7 +32,16 @@ from urllib.request import Request, urlopen
 
 import torch
 from common import Line, Medians, alternate, arguments, finish, printed, ratio, timed
-from model import decode_step, first_token, greedy, ids, random_model
+from model import (
+    OF_FAMILIES,
+    bytes_of_a_token,
+    decode_step,
+    first_token,
+    greedy,
+    ids,
+    random_model,
+    save_random_family,
+)
 
 from hybrid import CacheConfig, Engine
 from hybrid.kernels import ops
@@ -46,6 +59,8 @@ PRODUCTS, REST, ALL = "products", "all else", "all"
 NAMES = {
     "multiply": PRODUCTS,
     "widen": PRODUCTS,
+    "arrange": PRODUCTS,
+    "multiply_packed": PRODUCTS,
     "step": "gated_delta_step",
     "attend": "paged_attention",
     "torch": REST,
@@ -214,7 +229,7 @@ def costs(engine: Engine, load: Callable[[], Engine], dtype: str) -> list[Line]:
     for name, t in ({} if captured is None else captured.graphs[-1].replay.seconds()).items():
         found[NAMES.get(name, name)] += t
     before: Counter[str] = Counter()
-    if dtype != "int8":  # torch alone does not multiply with bytes
+    if not dtype.startswith("int"):  # torch alone does not multiply with bytes
         with patch.dict("os.environ", HYBRID_KERNELS="reference"), watched() as spent:
             ops.choose_again()
             before = of_steps(load(), spent)
@@ -240,15 +255,45 @@ def decays(runs: int, tokens: int = PROMPT, heads: int = 16, size: int = 128, ch
     return [ratio("chunk rule: decays beyond e^-87 over none", t, "far", "near", 1.25, at_most=True)]
 
 
+def of_family(name: str, how: dict[str, Any], runs: int) -> list[Line]:
+    """Seconds of steps of a family, for each byte of weights that a token reads, over those of Qwen3.5."""
+    lines = []
+    with TemporaryDirectory() as folder:
+        paths = {side: save_random_family(Path(folder) / side, side) for side in ("qwen3_5_text", name)}
+        engines = {
+            side: Engine.from_pretrained(path, cache=CacheConfig(memory="1GiB"), **how) for side, path in paths.items()
+        }
+    works = {"decode of one": (1, PROMPT, 1.1), "step of eight": (8, OWN, None)}
+    for work, (requests, length, target) in works.items():
+        sides = {side: partial(decode_step, engine, requests, length, STEPS) for side, engine in engines.items()}
+        t = alternate(runs, **sides)
+        per_gb: Medians = {side: (t[side] or 0) / bytes_of_a_token(engine) * 1e9 for side, engine in engines.items()}
+        runner: Any = engines[name].runner
+        details = {
+            "step_ms": 1000 * (t[name] or 0),
+            "captured": runner.graphs is not None and bool(runner.graphs.graphs),
+        }
+        line = ratio(f"{work}: seconds per GB of weights", per_gb, name, "qwen3_5_text", target, at_most=True)
+        lines.append(replace(line, details=details))
+    prefills = {side: partial(prefill, engine) for side, engine in engines.items()}
+    return [*lines, ratio("prefill", alternate(runs, **prefills), name, "qwen3_5_text")]
+
+
 def main() -> int:
     parser = arguments(__doc__, runs=3, threads=True)
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built in its folder build")
     parser.add_argument("--large", action="store_true", help="a model of 0.5B parameters instead of 51M")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8", "int4"), default="float32")
+    parser.add_argument(
+        "--family", choices=sorted(OF_FAMILIES), help="a family of models against Qwen3.5, and nothing else"
+    )
     parser.add_argument("--only", choices=("llama", "server", "threads", "costs", "decays"))
     args = parser.parse_args()
+    how = {"load_dtype": args.dtype} if args.dtype.startswith("int") else {"dtype": args.dtype}
+    if args.family:
+        torch.set_num_threads(args.threads)
+        return finish(of_family(args.family, how, args.runs), args, model=args.family, dtype=args.dtype)
     with random_model(args, **(LARGE if args.large else {})) as (path, _):
-        how = {"load_dtype": "int8"} if args.dtype == "int8" else {"dtype": args.dtype}
         load = partial(Engine.from_pretrained, path, cache=CacheConfig(memory="2GiB"), **how)
         engine = load()
         llama = Llama(args.llama, path, args.dtype, args.threads) if args.llama else None

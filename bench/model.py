@@ -1,4 +1,4 @@
-"""What the benchmarks of models on a CPU share: a random Qwen3.5, random prompts, and what is timed."""
+"""What the benchmarks of models on a CPU share: random models, random prompts, and what is timed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybrid import Engine, SamplingParams
+from hybrid.commands.random_checkpoints import FAMILIES
+from hybrid.commands.random_checkpoints import random_model as random_checkpoint
+from hybrid.models.moe import Experts
 from hybrid.models.torch_functions import use_torch_functions
 
 VOCAB = 8192
@@ -31,6 +35,45 @@ SIZES: dict[str, int] = {
     "linear_value_head_dim": 64,
 }
 """Of the model: 51M parameters."""
+
+LINEAR = [*["linear_attention"] * 3, "full_attention"] * 2
+STATE_SPACE = {"mamba_n_heads": 20, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_d_state": 64}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 896}
+FULL = {name: SIZES[name] for name in [*SIZES][:6]}
+
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {**FULL, **STATE_SPACE, "attn_layer_indices": [3, 7]},
+    "falcon_h1": {**FULL, **STATE_SPACE, "num_hidden_layers": 6, "mamba_d_ssm": 1280},
+    "gemma3_text": {**FULL, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2, "sliding_window": 512},
+    "granitemoehybrid": {
+        **FULL,
+        **STATE_SPACE,
+        "layer_types": LINEAR,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 1792,
+    },
+    "lfm2": {**FULL, "layer_types": [*["conv"] * 3, "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**FULL, **EXPERTS, "layer_types": [*["conv"] * 3, "full_attention"] * 2, "num_dense_layers": 2},
+    "llama": FULL,
+    "nemotron_h": {
+        **FULL,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3,
+        "mamba_num_heads": 20,
+        "mamba_head_dim": 64,
+        "n_groups": 1,
+        "ssm_state_size": 64,
+        "n_routed_experts": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 896,
+        "moe_shared_expert_intermediate_size": 896,
+    },
+    "qwen3": FULL,
+    "qwen3_5_moe_text": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 896},
+    "qwen3_5_text": SIZES,
+}
+"""Sizes of models of about as many parameters, by the names of `hybrid.commands.random_checkpoints.FAMILIES`."""
 
 RNG = random.Random(1)
 
@@ -54,6 +97,27 @@ def save_random_model(path: Path, **sizes: int) -> Any:
     use_torch_functions(model)
     model.save_pretrained(path)
     return model
+
+
+def save_random_family(path: Path, name: str) -> Path:
+    """A random model of a family, saved by transformers."""
+    family = FAMILIES[name]
+    sizes = {**OF_FAMILIES[name], "vocab_size": VOCAB, "initializer_range": 0.05, "tie_word_embeddings": True}
+    random_checkpoint(replace(family, settings={**family.settings, **sizes})).save_pretrained(path)
+    return path
+
+
+def bytes_of_a_token(engine: Engine) -> float:
+    """Bytes of weights that a decoded token reads: of the experts as many as it is routed to."""
+    total = 0.0
+    for module in engine.model.modules():
+        share = 1.0
+        if isinstance(module, Experts):
+            share = engine.model.config.num_experts_per_tok / len(module.down_proj)
+        if not isinstance(module, torch.nn.Embedding):
+            total += share * sum(own.nbytes for own in module.parameters(recurse=False))
+            total += getattr(module, "scale", None).nbytes if getattr(module, "scale", None) is not None else 0
+    return total
 
 
 def ids(count: int) -> list[int]:

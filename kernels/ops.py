@@ -170,7 +170,7 @@ OPS: dict[str, Op] = {
         Op("shift_rows", "memory", _like(0), writes=("state",), compiled=True),
         Op("sigmoid_and_mul", "elementwise", _like(0), compiled=True),
         Op("silu_and_mul", "elementwise", _like(0), compiled=True),
-        Op("sort_by_expert", "experts", _fake_sort_by_expert),
+        Op("sort_by_expert", "experts", _fake_sort_by_expert, compiled=True),
         Op("store_kv", "memory", _nothing, writes=("cache",)),
     )
 }
@@ -352,7 +352,9 @@ def chunk_gated_delta_rule(*args: Any, batch_invariant: bool) -> Tensor:
     return _chunk_rule[batch_invariant](*args)
 
 
-def linear(x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Tensor | None = None, rows: Any = None
+) -> Tensor:
     """`x @ weight.T`.
 
     A BLAS picks its algorithm by the number of rows, and on some CPUs by a row's place among them and by addresses, and
@@ -368,16 +370,22 @@ def linear(x: Tensor, weight: Tensor, decode_start: int | None = None, scale: Te
             token each. None: on a GPU the fastest product is taken. On a CPU rows never depend on others.
         scale: `[out]` fp32 of the rows of a weight that is int8; of one of four bits scales and minimums
             (`hybrid.kernels.packed_weights`).
+        rows: those of x as compiled products have them (`hybrid.kernels.cpu.matmul.Rows`), where they meet several
+            weights; None: they meet this one.
 
     Returns:
         `[rows, out]` in the type of `x`.
     """
     if is_packed_weight(weight):
         assert scale is not None
+        packed: Any = compiled_for("packed_weights", x)
+        if packed is not None:
+            product: Tensor = packed.multiply_packed(x, weight, scale, rows)
+            return product
         return _linear_of_packed(x, weight, decode_start, scale)
     compiled: Any = compiled_for("matmul", x)
     if compiled is not None:
-        y: Tensor = compiled.multiply(x, weight, scale)
+        y: Tensor = compiled.multiply(x, weight, scale, rows)
         return y
     if decode_start is not None and uses_triton(x.device):
         return batch_invariant_linear(x, weight, decode_start)

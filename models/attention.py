@@ -127,9 +127,13 @@ class PlainAttention(Attention):
         """Write keys and values to the slots of the batch. Returns the queries. Where the model has angles, queries and
         keys are rotated."""
         pages, (k, v) = kv[:, self.layer], self.of_heads(k, v)
-        if rotary.cos.shape[-1]:
-            q, k = (rotate(each, rotary.cos, rotary.sin) for each in (q, k))
-        kernels.store_kv(k, v, pages, batch.slot_mapping)
+        compiled: Any = kernels.compiled_for("elementwise", q)
+        if compiled is not None:
+            q = compiled.rotate_store(q, k, v, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        else:
+            if rotary.cos.shape[-1]:
+                q, k = (rotate(each, rotary.cos, rotary.sin) for each in (q, k))
+            kernels.store_kv(k, v, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)
         return q
 
@@ -230,6 +234,10 @@ def decode_windows(
     Returns:
         `[N, heads, head_dim]`.
     """
+    compiled: Any = kernels.compiled_for("attention", query)
+    if compiled is not None:
+        found: Tensor = compiled.decode_windows(query, key, value, positions, rings, *steps, scale)
+        return found
     window, count = rings.shape[2], len(positions)
     places = positions % window
     if len(steps.read) == len(steps.starts) - 1:  # the usual case: every token is alone

@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
-from hybrid.kernels.packed_weights import is_packed_weight
-from hybrid.models.attention import PlainAttention
 from hybrid.models.engine_model import EngineModel
 from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, scaled
-from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, LayerTensors
@@ -123,7 +120,8 @@ class CausalLM(EngineModel, ABC):
         predictor: drafts tokens; None: the model has none, or it is not loaded.
 
     Attributes:
-        waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
+        waits_for_device: on a GPU a decode step reads a result of the device on the host, so that it cannot be
+            captured.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
         layer_kinds: types of layers of which a model must have each.
@@ -172,14 +170,11 @@ class CausalLM(EngineModel, ABC):
 
     @property
     def decode_can_be_recorded(self) -> bool:
-        """Tell whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU
-        its products are compiled (experts read on the host which tokens are theirs, and attention without norms where
-        keys are stored; weights of four bits are unpacked by torch)."""
-        if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
-            return not self.waits_for_device
-        reads = any(isinstance(module, Experts | PlainAttention) for module in self.modules())
-        packed = any(isinstance(module, Linear) and is_packed_weight(module.weight) for module in self.modules())
-        return is_compiled(self.lm_head.weight.device) and not reads and not packed
+        """Tell whether a decode step can be captured: on a GPU it does not wait for the device, as twins do; on a CPU
+        its operations are compiled, and none of its modules reads on the host what they give (`reads_on_host`)."""
+        if is_compiled(self.lm_head.weight.device):
+            return not any(getattr(module, "reads_on_host", False) for module in self.modules())
+        return kernels.uses_triton(self.lm_head.weight.device) and not self.waits_for_device
 
     @staticmethod
     @abstractmethod

@@ -117,6 +117,10 @@ class Gemma3ForCausalLM(CausalLM):
         self.window_frequencies: Tensor
         self.window_rotary_scale: float
         self.window_frequencies, self.window_rotary_scale = rotary_frequencies(config, config.head_dim, SLIDING)
+        size, types = config.hidden_size, (torch.float32, torch.bfloat16, torch.float16)
+        self.roots: dict[torch.dtype, float] = {
+            dtype: torch.tensor(size**0.5, dtype=dtype, device="cpu").item() for dtype in types
+        }
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
@@ -138,7 +142,7 @@ class Gemma3ForCausalLM(CausalLM):
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings of tokens, times the root of their size."""
         x = super().embed(token_ids)
-        return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
+        return x * self.roots[x.dtype]
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> TwoRotaries:
         """The angles of a step's tokens, at positions `[T]`, or `[3, T]` with images: the family has one position for

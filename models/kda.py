@@ -1,7 +1,8 @@
 """Kimi delta attention as the model families share it: a causal convolution, and the delta rule with a decay for each
 channel of the keys, each with its state in a state slot.
 
-The rule is computed in plain torch on every device (`hybrid.kernels.reference.kda`), chunk by chunk.
+The rule is computed token by token by compiled code on a CPU, and chunk by chunk in plain torch elsewhere
+(`hybrid.kernels.reference.kda`).
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference import convolution
-from hybrid.kernels.reference.elementwise import sigmoid, softplus
-from hybrid.kernels.reference.kda import chunk_kda, kda_step
+from hybrid.kernels.reference import convolution, kda, state_space
 from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, decode_linear
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import StateTensor
@@ -41,8 +40,6 @@ class KimiDeltaAttention(nn.Module):
         lowest: the log of a decay is above it; None: it has no bound.
     """
 
-    reads_on_host: bool = True  # the rule reads the slots
-
     def __init__(
         self,
         config: Any,
@@ -65,6 +62,8 @@ class KimiDeltaAttention(nn.Module):
         for name, module in (*decay.items(), *gate.items()):
             self.add_module(name, module)
         self._decay, self._gate = (*decay.values(),), (*gate.values(),)
+        self.rates: tuple[Tensor, Tensor] | None = None
+        self.ones: dict[torch.dtype, Tensor] = {}
         self.conv1d: DepthwiseWeight = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
         self.A_log: nn.Parameter = nn.Parameter(torch.empty(rates), requires_grad=False)
         self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(inner), requires_grad=False)
@@ -74,7 +73,8 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         mixed = torch.cat([each(x, batch) for each in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        g, beta = self._decays(_chained(self._decay, x, batch)), sigmoid(self.b_proj(x, batch))
+        b = self.b_proj(x, batch)
+        g, beta = self._decays(_chained(self._decay, x, batch)), kernels.sigmoid_and_mul(self._ones(b), b)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         parts = []
         if (prompts := batch.prefills) is not None:
@@ -82,7 +82,7 @@ class KimiDeltaAttention(nn.Module):
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             taps, own = self.conv1d.weight.squeeze(1), batch.needs_own_kernels
             q, k, v = self._split(kernels.causal_conv1d(mixed[rows], taps, conv, *slots, batch_invariant=own))
-            parts.append(chunk_kda(q, k, v, g[rows], beta[rows], recurrent, *slots, chunk_size))
+            parts.append(_computes(x).chunk_kda(q, k, v, g[rows], beta[rows], recurrent, *slots, chunk_size))
         if (decodes := batch.decodes) is not None:
             inputs = (mixed[decodes.rows], g[decodes.rows], beta[decodes.rows])
             parts.append(decode_linear(self, inputs, decodes, batch, state))
@@ -97,18 +97,37 @@ class KimiDeltaAttention(nn.Module):
         taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)
         convolved: Any = kernels.compiled_for("convolution", mixed) or convolution
         q, k, v = self._split(convolved.causal_conv1d_update(mixed, taps, conv, *slots))
-        return kda_step(q, k, v, g, beta, recurrent, *slots)
+        y: Tensor = _computes(q).kda_step(q, k, v, g, beta, recurrent, *slots)
+        return y
 
     def _decays(self, x: Tensor) -> Tensor:
         """The logs of the decays, `[T, heads, head_dim]` fp32, of their projection."""
-        x = (x.float() + self.dt_bias.float()).unflatten(-1, (-1, self.head_dim))
-        rate = self.A_log.float().exp().view(-1, 1)
+        if self.rates is None:
+            rates = self.A_log.float().exp().flatten().repeat_interleave(self.head_dim)
+            self.rates = -rates if self.lowest is None else rates, self.dt_bias.float()
+        rates, bias = self.rates
         if self.lowest is None:
-            return -rate * softplus(x)
-        return self.lowest * sigmoid(rate * x)
+            computes = kernels.compiled_for("state_space", x) or state_space
+            g = computes.time_steps(x, self.dt_bias, (0.0, float("inf"))) * rates
+        else:
+            grown = (x.float() + bias) * rates
+            g = kernels.sigmoid_and_mul(self._ones(grown), grown) * self.lowest
+        return g.unflatten(-1, (-1, self.head_dim))
+
+    def _ones(self, like: Tensor) -> Tensor:
+        """As many ones as a tensor `[T, size]` has numbers, of its type: views of one."""
+        one = self.ones.get(like.dtype)
+        if one is None or one.shape[1] < like.shape[1]:
+            one = self.ones[like.dtype] = like.new_ones(1, like.shape[1])
+        return one[:, : like.shape[1]].expand_as(like)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in mixed.chunk(3, dim=-1))
+
+
+def _computes(x: Tensor) -> Any:
+    """The module whose functions compute the rule."""
+    return kernels.compiled_for("recurrences", x) or kda
 
 
 def _chained(products: tuple[Linear, ...], x: Tensor, batch: Batch) -> Tensor:

@@ -32,6 +32,8 @@ class LatentAttention(nn.Module):
             `[heads * size, kv_lora_rank]`. Adapters do not change them.
     """
 
+    reads_on_host: bool = True  # the slots that rows are stored to
+
     def __init__(self, config: Any, layer: int, scale: float | None = None, gated: bool = False) -> None:
         super().__init__()
         self.layer = layer

@@ -73,7 +73,8 @@ class Linear(nn.Module):
 
 class Projections(nn.Module):
     """Linear layers that multiply the same rows. They can be fused: one product computes all of them. Compiled products
-    that are not are computed side by side: in a captured pass threads do not wait between them.
+    that are not are computed side by side: rows are arranged once, and in a captured pass threads do not wait between
+    products.
 
     Fused weights are views of one matrix, in the order of the layers, so that every layer keeps its name, its rows and
     its values. To replace a weight afterwards, fuse again; writing to one is fine.
@@ -98,7 +99,10 @@ class Projections(nn.Module):
             tasks: Any = kernels.compiled_for("tasks", x)
             if tasks is None:
                 return tuple(each(x, batch) for each in linears)
-            return tuple(tasks.side_by_side([partial(each, x, batch) for each in linears]))
+            rows, start = kernels.compiled_module("matmul").Rows(x), batch.decode_start
+            calls = [partial(linear, x, each.weight, start, each.scale, rows) for each in linears]
+            products = zip(linears, tasks.side_by_side(calls), strict=True)
+            return tuple(each.complete(y, x, batch) for each, y in products)
         weight = self._weight[sum(len(each.weight) for each in self._linears[:first]) :]
         y = linear(x, weight, batch.decode_start)
         parts = y.split([len(each.weight) for each in linears], dim=-1)
@@ -119,6 +123,20 @@ def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`gelu(gate) * up` of equal shapes, gelu by its approximation with tanh."""
     compiled: Any = kernels.compiled_for("elementwise", gate)
     y: Tensor = (compiled or elementwise).gelu_and_mul(gate, up)
+    return y
+
+
+def silu(x: Tensor) -> Tensor:
+    """`x * sigmoid(x)`."""
+    compiled: Any = kernels.compiled_for("elementwise", x)
+    y: Tensor = (compiled or elementwise).silu(x)
+    return y
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of what is above 0."""
+    compiled: Any = kernels.compiled_for("elementwise", x)
+    y: Tensor = (compiled or elementwise).squared_relu(x)
     return y
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
-from hybrid.kernels.reference.convolution import causal_sums, causal_sums_update
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference import convolution
 from hybrid.models.attention import NormedAttention, head_dim_of
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, decode_linear
@@ -32,6 +33,11 @@ NAMES = {
 """Parts of names, and what they are on disk."""
 
 
+def _computes(x: Tensor) -> Any:
+    """The module whose functions compute what follows from a tensor."""
+    return kernels.compiled_for("convolution", x) or convolution
+
+
 class ShortConvolution(nn.Module):
     """A layer whose state is the window of a causal convolution."""
 
@@ -50,7 +56,8 @@ class ShortConvolution(nn.Module):
         if (prompts := batch.prefills) is not None:
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             windows = state["conv"][:, self.layer]
-            parts.append(causal_sums(gated[prompts.rows], self._taps(), windows, *slots, self.conv.bias))
+            sums = _computes(x).causal_sums(gated[prompts.rows], self._taps(), windows, *slots, self.conv.bias)
+            parts.append(sums)
         if (decodes := batch.decodes) is not None:
             parts.append(decode_linear(self, (gated[decodes.rows],), decodes, batch, state))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -59,7 +66,9 @@ class ShortConvolution(nn.Module):
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """The convolution of decoded tokens: `inputs` are their gated rows."""
         (gated,), slots = inputs, (steps.read, steps.write)
-        return causal_sums_update(gated, self._taps(), state["conv"][:, self.layer], *slots, self.conv.bias)
+        windows = state["conv"][:, self.layer]
+        y: Tensor = _computes(gated).causal_sums_update(gated, self._taps(), windows, *slots, self.conv.bias)
+        return y
 
     def _taps(self) -> Tensor:
         return self.conv.weight.squeeze(1)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.kernels.reference.elementwise import silu
-from hybrid.models.layers import Linear, RMSNorm, decode_linear
+from hybrid.models.layers import Linear, RMSNorm, decode_linear, silu
 
 
 class LightningAttention(nn.Module):
@@ -61,7 +60,7 @@ class LightningAttention(nn.Module):
 
     def _times(self, q: Tensor) -> Tensor:
         """The time steps of tokens, `[T, heads]`."""
-        return q.new_ones(len(q), self.heads, dtype=torch.float32)
+        return q.new_empty(len(q), self.heads, dtype=torch.float32).fill_(1.0)
 
     def _rate(self, like: Tensor) -> Tensor:
         """The logs of the decays of a token, `[heads]` fp32, computed once."""

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -240,8 +240,7 @@ def load_model(
         exact,
         lambda parameter, form: quantize is None and can_quantize(device) and parameter in as_on_disk[form],
     )
-    is_int8 = quantize is not None and quantize.group is None
-    compile_operations(dtype, device, is_int8 or any(form.group is None for form in as_on_disk), show)
+    compile_operations(dtype, device, {form.group for form in (*forms, *quantized.values())}, show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         parameters = loader.load(tensors, bar.update)
@@ -342,12 +341,17 @@ def _is_tied(checkpoint: CheckpointFolder, tensors: Mapping[str, Stored], family
     return False
 
 
-def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool, show: bool) -> None:
+def compile_operations(dtype: torch.dtype, device: torch.device, groups: Set[int | None], show: bool) -> None:
     """Load the compiled operations of models of a type, whatever their sizes. What Numba's cache does not have is
-    compiled."""
+    compiled.
+
+    Args:
+        groups: of the forms in which weights are kept (`Quantization.group`).
+    """
     if is_compiled(device):
         kinds: Any = compiled_module("tasks").KINDS
-        compiled_module("prepare").prepare(compiled_module("functions").functions(kinds[dtype], quantize), show)
+        wanted = compiled_module("functions").functions(kinds[dtype], None in groups, bool(groups - {None}))
+        compiled_module("prepare").prepare(wanted, show)
 
 
 def has_predictor(checkpoint: CheckpointFolder) -> bool:

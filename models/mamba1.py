@@ -1,6 +1,7 @@
 """Mamba-1, as in Jamba: a causal convolution and the selective scan, each with its state in a state slot.
 
-The scan is computed in plain torch on every device (`hybrid.kernels.reference.selective_scan`), token by token.
+The scan is computed token by token: by compiled code on a CPU, elsewhere in plain torch
+(`hybrid.kernels.reference.selective_scan`).
 """
 
 from typing import Any
@@ -10,8 +11,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference import state_space
-from hybrid.kernels.reference.selective_scan import selective_scan, selective_step
+from hybrid.kernels.reference import selective_scan, state_space
 from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, unrolled
 from hybrid.spec import StateTensor
 
@@ -26,8 +26,6 @@ class Mamba1(nn.Module):
     Attributes:
         dt_bias: of `dt_proj`: it is added in fp32.
     """
-
-    reads_on_host: bool = True  # the scan reads the slots
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -64,7 +62,8 @@ class Mamba1(nn.Module):
         parts = []
         if prompts is not None:
             rows, recurrent = prompts.rows, state["recurrent"][:, self.layer]
-            parts.append(selective_scan(x[rows], dt[rows], b[rows], c[rows], self._rate(), recurrent, *slots))
+            scan = _scans(x).selective_scan
+            parts.append(scan(x[rows], dt[rows], b[rows], c[rows], self._rate(), recurrent, *slots))
         if decodes is not None:
             inputs = tuple(part[decodes.rows] for part in (x, dt, b, c))
             if batch.log is not None:
@@ -94,8 +93,9 @@ class Mamba1(nn.Module):
         return dt, self.b_layernorm(b), self.c_layernorm(c)
 
     def _scan(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        x, dt, b, c = inputs
-        return selective_step(x, dt, b, c, self._rate(), state["recurrent"][:, self.layer], steps.read, steps.write)
+        (x, *rest), recurrent = inputs, state["recurrent"][:, self.layer]
+        y: Tensor = _scans(x).selective_step(x, *rest, self._rate(), recurrent, steps.read, steps.write)
+        return y
 
     def _rate(self) -> Tensor:
         """`-exp(A_log)`, `[state_size, channels]` fp32, computed once."""
@@ -107,6 +107,11 @@ class Mamba1(nn.Module):
 def _computes(x: Tensor) -> Any:
     """The module whose functions compute the convolution and the time steps."""
     return kernels.compiled_for("state_space", x) or state_space
+
+
+def _scans(x: Tensor) -> Any:
+    """The module whose functions compute the scan."""
+    return kernels.compiled_for("recurrences", x) or selective_scan
 
 
 def mamba1_states(config: Any, layers: int, dtype: torch.dtype) -> tuple[StateTensor, StateTensor]:

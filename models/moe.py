@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
-from hybrid.models.layers import MLP, Linear
+from hybrid.kernels.reference import experts
+from hybrid.models.layers import MLP, Linear, squared_relu
 from hybrid.models.weights import Layouts, Source
 
 
@@ -83,28 +84,10 @@ class SigmoidRouter(ExpertRouter):
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
         logits = linear(x.float(), self._matrix(), batch.decode_start)
-        scores = kernels.sigmoid_and_mul(torch.ones_like(logits), logits)
-        ranks = scores if self.choice_bias is None else scores + self.choice_bias
-        groups, top_groups = self.groups
-        if groups > top_groups:
-            best = ranks.unflatten(-1, (groups, -1)).topk(2, dim=-1).values
-            left_out = (best[..., 0] + best[..., 1]).topk(groups - top_groups, dim=-1, largest=False).indices
-            kept = torch.zeros(len(ranks), groups, device=x.device).scatter(1, left_out, float("-inf"))
-            ranks = (ranks.unflatten(-1, (groups, -1)) + kept.unsqueeze(-1)).flatten(1)
-        experts = ranks.topk(self.top_k, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if self.normalise:  # added up one after another: the sum of a row does not depend on how many rows there are
-            total = weights[:, :1]
-            for rank in range(1, self.top_k):
-                total = total + weights[:, rank : rank + 1]
-            weights = weights / (total + self.least)
-        return weights * self.factor, experts
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """The square of what is above 0."""
-    above = x.clamp(min=0)
-    return above * above
+        compiled: Any = kernels.compiled_for("experts", logits)
+        how = self.top_k, self.normalise, self.least, self.factor, self.groups
+        chosen: tuple[Tensor, Tensor] = (compiled or experts).choose_experts(logits, self.choice_bias, *how)
+        return chosen
 
 
 class Experts(nn.Module):
@@ -118,6 +101,12 @@ class Experts(nn.Module):
         self.down_proj: nn.Parameter = nn.Parameter(
             torch.empty(num_experts, size, intermediate_size), requires_grad=False
         )
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether a decode step reads on the host which tokens are those of an expert, where operations are compiled
+        for a CPU."""
+        return bool(kernels.compiled_module("experts").READS_ON_HOST)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of each token's experts: `x` is `[T, size]`, the rest is the router's."""

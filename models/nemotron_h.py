@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.models.attention import PlainAttention, head_dim_of
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import Linear, RMSNorm, Rotary
+from hybrid.models.layers import Linear, RMSNorm, Rotary, squared_relu
 from hybrid.models.mamba2 import Mamba2, Mamba2Sizes
-from hybrid.models.moe import SigmoidRouter, UngatedExperts, expert_layouts, squared_relu
+from hybrid.models.moe import SigmoidRouter, UngatedExperts, expert_layouts
 from hybrid.models.weights import Layouts, Source, renamed
 from hybrid.spec import HybridSpec, TokenTensor
 

@@ -40,8 +40,6 @@ writes those of layers with attention so."""
 class OlmoDeltaNet(nn.Module):
     """A linear-attention layer: causal convolution and gated delta rule, each with its state in a state slot."""
 
-    reads_on_host: bool = True  # drafts are split into runs on the host
-
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer

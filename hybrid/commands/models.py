@@ -26,11 +26,11 @@ PAGE = 64
 DELTA = "gated delta rule, convolution", "compiled", "Triton"
 MAMBA = "Mamba-2, convolution", "compiled", "plain torch"
 WINDOWS = "sliding windows", "compiled", "plain torch for prompts"
-KDA = "Kimi delta attention, convolution", "plain torch", "plain torch"
+KDA = "Kimi delta attention, convolution", "compiled", "plain torch"
 OLMO = "gated delta rule, convolution", "compiled", "plain torch"
 LIGHTNING = "lightning attention", "compiled", "plain torch"
-MAMBA1 = "Mamba-1, convolution", "plain torch", "plain torch"
-SHORT = "short convolutions", "plain torch", "plain torch"
+MAMBA1 = "Mamba-1, convolution", "compiled", "plain torch"
+SHORT = "short convolutions", "compiled", "plain torch"
 NOTHING = "none", "", ""
 
 STATES: dict[str, tuple[str, str, str]] = {

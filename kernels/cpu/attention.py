@@ -16,6 +16,7 @@ MIN_SHARED = 1 << 16
 """Elements of keys that are worth a thread."""
 
 _attend = Compiled(f"{COMPILED}.attention", "attend")
+_advance_rings = Compiled(f"{COMPILED}.attention", "advance_rings")
 
 
 def paged_attention(
@@ -59,6 +60,38 @@ def window_attention(
 
     slots = state_read, state_write, captures
     return over_rings(query, key, value, rings, cu_seqlens, seq_lens, *slots, attend)
+
+
+def decode_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    rings: Tensor,
+    starts: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    scale: float,
+) -> Tensor:
+    """`hybrid.models.attention.decode_windows`, by the numbers of its steps; a token that reads `LEFT_OUT` is not
+    computed."""
+    heads_lie_right = all(each.stride()[1:] == (each.shape[2], 1) for each in (key, value))
+    kind = kind_of("window_attention", query, key, value, rings, lies_right=heads_lie_right and rings.stride(4) == 1)
+    positions, state_read, state_write = positions.contiguous(), state_read.contiguous(), state_write.contiguous()
+    (tokens, kv_heads, size), window = key.shape, rings.shape[2]
+    pages, own = rings, 0
+    if tokens >= len(starts):  # there are drafts: a token does not see those after it
+        pages = torch.empty(tokens, *rings.shape[1:], dtype=rings.dtype)
+        own = pages.data_ptr()
+    found = torch.empty(3 * tokens + 1, dtype=torch.int64)
+    addresses = key.data_ptr(), value.data_ptr(), rings.data_ptr(), own, positions.data_ptr()
+    slots = state_read.data_ptr(), state_write.data_ptr(), found.data_ptr()
+    sizes = tokens, window, kv_heads, size
+    strides = key.stride(0), value.stride(0), *rings.stride()[:4]
+    args = (*addresses, *slots, *sizes, *strides)
+    run(_advance_rings, kind, args, kv_heads, 1, 2 * tokens * key[0].numel() // MIN_SHARED)
+    table, new, lengths = found.split((tokens, tokens + 1, tokens))
+    return _paged(query, pages, table.unsqueeze(1), new, lengths, scale, 0, 0)
 
 
 def _paged(

@@ -7,9 +7,9 @@ that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. Operations of torch in a pass are called
-again between compiled ones, but those that copy (the embedding, the rows to sample, bfloat16 to fp32) are compiled
-ones: a pass of most models is one program. An operation that is not on the list might depend on values that the host
-has read, and is refused.
+again between compiled ones, but those that copy (the embedding, the rows to sample, bfloat16 to fp32) or add and
+multiply rows (biases, factors) are compiled ones with the same bits: a pass of any model is one program. An operation
+that is not on the list might depend on values that the host has read, and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.memory import can_join, can_take_rows, fill, join, take_rows, widen
+from hybrid.kernels.cpu.elementwise import add, can_combine, can_scale, mul, scale
+from hybrid.kernels.cpu.memory import can_join, can_take_rows, fill, join, narrow, take_rows, widen
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
 from hybrid.kernels.cpu.team import Posted
 from hybrid.kernels.cpu.threads import torch_on_one_thread
@@ -51,6 +52,8 @@ CALLED_AGAIN: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _copied,
     aten.add.Tensor: aten.add.out,
     aten.cat.default: aten.cat.out,
+    aten.clone.default: _copied,
+    aten.contiguous.default: _copied,
     aten.cos.default: aten.cos.out,
     aten.embedding.default: aten.embedding.out,
     aten.fill_.Scalar: lambda x, value, out: out.fill_(value),
@@ -75,10 +78,15 @@ def _is_view(result: Any, args: Any) -> bool:
     return all(isinstance(part, Tensor) and part.untyped_storage().data_ptr() in memory for part in tree_leaves(result))
 
 
-def _widens(func: Any, args: Any) -> bool:
-    """Tell whether an operation makes bfloat16 numbers fp32."""
-    is_wide = func is aten.to.dtype and args[1:] == (torch.float32,)
-    return is_wide and args[0].dtype == torch.bfloat16 and args[0].dim() == 2 and args[0].stride(1) == 1
+def _converted(func: Any, args: Any, kwargs: Any) -> tuple[torch.dtype, torch.dtype] | None:
+    """The type of rows, and that which an operation makes of them; None: it is another one."""
+    if func is aten.to.dtype and len(args) == 2:
+        after = args[1]
+    elif func is aten._to_copy.default and [*kwargs] == ["dtype"]:
+        after = kwargs["dtype"]
+    else:
+        return None
+    return (args[0].dtype, after) if args[0].dim() == 2 and args[0].stride(1) == 1 else None
 
 
 class _Pass(TorchDispatchMode):
@@ -103,7 +111,7 @@ class _Pass(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable and func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass: it writes its arguments")
-        compiled = self._compiled(func, args)
+        compiled = self._compiled(func, args, kwargs)
         if compiled is not None:
             return compiled
         result = func(*args, **kwargs)
@@ -116,20 +124,39 @@ class _Pass(TorchDispatchMode):
         self.steps.append(partial(CALLED_AGAIN[func], *args, **kwargs, out=result))
         return result
 
-    def _compiled(self, func: Any, args: Any) -> Tensor | None:
-        """The result of an operation of torch that only copies, by a compiled one; None: it is another one."""
+    def _compiled(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The result of an operation of torch that copies, adds or multiplies rows, by a compiled one; None: it is
+        another one."""
         if func is aten.embedding.default and len(args) == 2 and can_take_rows(*args):
             x, rows = args
         elif func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
             x, (rows,) = args
+        elif func is aten.cat.default and len(args[0]) == 1:
+            return args[0][0]
         elif func is aten.cat.default and args[1:] in ((-1,), (1,)) and can_join(args[0]):
             parts, sizes = args[0], [part.shape[1] for part in args[0]]
             return join(parts, self._allocate(parts[0].new_empty(len(parts[0]), sum(sizes))))
-        elif _widens(func, args):
+        elif (kinds := _converted(func, args, kwargs)) == (torch.bfloat16, torch.float32):
             return widen(args[0], self._allocate(torch.empty(args[0].shape)))
+        elif kinds == (torch.float32, torch.bfloat16):
+            return narrow(args[0], self._allocate(torch.empty(args[0].shape, dtype=torch.bfloat16)))
+        elif func in (aten.add.Tensor, aten.mul.Tensor) and not kwargs:
+            return self._combined(func, *args)
         else:
             return None
         return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))
+
+    def _combined(self, func: Any, x: Tensor, other: Any) -> Tensor | None:
+        """The sum or product of rows, as torch rounds it; None: they are others."""
+        if isinstance(other, Tensor):
+            if other.dim() > x.dim():
+                x, other = other, x
+            if can_combine(x, other):
+                combine = add if func is aten.add.Tensor else mul
+                return combine(x, other, self._allocate(x.new_empty(x.shape)))
+        elif func is aten.mul.Tensor and can_scale(x):
+            return scale(x, float(other), self._allocate(x.new_empty(x.shape)))
+        return None
 
     def _allocate(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()

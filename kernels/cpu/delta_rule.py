@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.machine_code import Compiled
+from hybrid.kernels.cpu.recurrences import delta
 from hybrid.kernels.cpu.tasks import by_rows, kind_of, run
 
 MIN_SHARED = 1 << 15
@@ -82,20 +83,8 @@ def chunk_delta_rule(
 def recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
 ) -> Tensor:
-    """`reference.delta_rule.recurrent_gated_delta_rule`: the rule in chunks of one token. Tokens that continue
-    from each other are a request, whose states on the way are captured."""
-    count = len(v)
-    starts, reads, writes = torch.arange(count + 1), state_read.clamp(min=0), state_write
-    captures = starts.new_empty(0, 3)
-    if count and int(state_read.min()) < 0:
-        first = state_read >= 0
-        first[0] = True
-        starts = torch.cat((first.nonzero().squeeze(1), starts[-1:]))
-        inner = torch.cat((~first[1:], first.new_zeros(1))) & (state_write >= 0)
-        tokens, of = inner.nonzero().squeeze(1), first.cumsum(0) - 1
-        captures = torch.stack((of[tokens], tokens + 1 - starts[of[tokens]], state_write[tokens]), 1)
-        reads, writes = reads[starts[:-1]], state_write[starts[1:] - 1]
-    return chunk_delta_rule(q, k, v, g, beta, state, starts, reads, writes, captures, 1)
+    """`reference.delta_rule.recurrent_gated_delta_rule`; a token that reads `LEFT_OUT` is not computed."""
+    return delta(q, k, v, g, beta, state, (state_read, state_write), torch.empty(v.shape, dtype=v.dtype))
 
 
 def gated_delta_step(

@@ -7,7 +7,7 @@ from torch import Tensor
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT, UNPACKED
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.tasks import KEPT, KINDS, bits, by_rows, kind_of, run
+from hybrid.kernels.cpu.tasks import KEPT, KINDS, NUMBERS, bits, by_rows, kind_of, run
 
 MIN_SHARED = 1 << 12
 """Elements that are worth a thread."""
@@ -21,6 +21,11 @@ _gated_rms_norm = Compiled(f"{COMPILED}.elementwise", "gated_rms_norm")
 _silu_and_mul = Compiled(f"{COMPILED}.elementwise", "silu_and_mul")
 _gelu_and_mul = Compiled(f"{COMPILED}.elementwise", "gelu_and_mul")
 _sigmoid_and_mul = Compiled(f"{COMPILED}.elementwise", "sigmoid_and_mul")
+_silu = Compiled(f"{COMPILED}.elementwise", "silu")
+_squared_relu = Compiled(f"{COMPILED}.elementwise", "squared_relu")
+_add = Compiled(f"{COMPILED}.elementwise", "add")
+_mul = Compiled(f"{COMPILED}.elementwise", "mul")
+_scale = Compiled(f"{COMPILED}.elementwise", "scale")
 _rotary = Compiled(f"{COMPILED}.elementwise", "rotary")
 _rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
 _norm_rotate_store = Compiled(f"{COMPILED}.elementwise", "norm_rotate_store")
@@ -84,6 +89,61 @@ def _of_two(function: Compiled, first: Tensor, second: Tensor) -> Tensor:
     return y
 
 
+def silu(x: Tensor) -> Tensor:
+    """`reference.elementwise.silu`."""
+    return _of_one(_silu, x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """`reference.elementwise.squared_relu`."""
+    return _of_one(_squared_relu, x)
+
+
+def _of_one(function: Compiled, x: Tensor) -> Tensor:
+    kind, rows = kind_of(function.__name__, x), _rows(x)
+    y, (count, size) = torch.empty(x.shape, dtype=x.dtype), rows.shape
+    args = rows.data_ptr(), y.data_ptr(), rows.stride(0), size
+    run(function, kind, args, count, 1, count * size // MIN_SHARED)
+    return y
+
+
+def can_combine(x: Tensor, other: Tensor) -> bool:
+    """Tell whether `add` and `mul` know the types and shapes of their arguments: rows of one type, or rows and one
+    row for all of them."""
+    is_like = other.shape in (x.shape, x.shape[1:])
+    return x.dtype in NUMBERS and other.dtype == x.dtype and x.dim() == 2 and is_like
+
+
+def add(x: Tensor, other: Tensor, output: Tensor) -> Tensor:
+    """Write `x + other` to `output`, and return it; `can_combine` has the shapes."""
+    return _combined(_add, x, other, output)
+
+
+def mul(x: Tensor, other: Tensor, output: Tensor) -> Tensor:
+    """Write `x * other` to `output`, and return it; `can_combine` has the shapes."""
+    return _combined(_mul, x, other, output)
+
+
+def _combined(function: Compiled, x: Tensor, other: Tensor, output: Tensor) -> Tensor:
+    x, other = by_rows(x), by_rows(other)
+    of_row = other.stride(0) if other.dim() == 2 else 0
+    args = x.data_ptr(), other.data_ptr(), output.data_ptr(), x.stride(0), of_row, x.shape[1]
+    run(function, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
+    return output
+
+
+def can_scale(x: Tensor) -> bool:
+    """Tell whether `scale` knows the type and shape of its argument."""
+    return x.dtype in NUMBERS and x.dim() == 2 and x.stride(1) == 1
+
+
+def scale(x: Tensor, factor: float, output: Tensor) -> Tensor:
+    """Write `x * factor`, a product in fp32, to `output`, and return it; `can_scale` has the shapes."""
+    args = x.data_ptr(), output.data_ptr(), x.stride(0), x.shape[1], bits(factor)
+    run(_scale, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
+    return output
+
+
 def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The cosines and sines of `positions * inverse_frequencies`, a product in fp32, times `scale`.
 
@@ -132,12 +192,35 @@ def norm_rotate_store(
     slot_mapping: Tensor,
 ) -> Tensor:
     """`reference.norm_rotate_store`."""
+    return _rotate_store(q, k, v, (q_scale, k_scale), eps, cos, sin, cache, slot_mapping)
+
+
+def rotate_store(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """`norm_rotate_store` without norms; angles of no numbers turn nothing."""
+    return _rotate_store(q, k, v, (), 0.0, cos, sin, cache, slot_mapping)
+
+
+def _rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor, ...],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
     kept, lies_right = KEPT.get(cache.dtype, UNPACKED), all(tensor.stride(-1) == 1 for tensor in (q, k, v, cache))
     of_one_type = (k, v, cos, sin) if kept else (k, v, cache, cos, sin)
-    kind = kind_of("norm_rotate_store", q, *of_one_type, exact=(q_scale, k_scale), lies_right=lies_right)
+    kind = kind_of("norm_rotate_store", q, *of_one_type, exact=scales, lies_right=lies_right)
     y, cos, sin = torch.empty(q.shape, dtype=q.dtype), cos.contiguous(), sin.contiguous()
     slot_mapping = slot_mapping.contiguous()
-    addresses = tuple(t.data_ptr() for t in (q, k, v, q_scale, k_scale, cos, sin, cache, slot_mapping, y))
+    of_scales = tuple(scale.data_ptr() for scale in scales) or (0, 0)
+    places = tuple(tensor.data_ptr() for tensor in (cos, sin, cache, slot_mapping, y))
+    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), *of_scales, *places)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4])
     (tokens, heads, size), kv_heads = q.shape, k.shape[1]
     sizes = heads, kv_heads, size, cos.shape[-1], cache.shape[2]

@@ -1,5 +1,5 @@
 """Mixtures of experts: the choice of experts, their products, and the sum of what they give
-(`hybrid.kernels.cpu.compiled.experts`). Sorting moves whole numbers alone: its twin does that."""
+(`hybrid.kernels.cpu.compiled.experts`)."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,23 @@ from torch import Tensor
 from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.matmul import multiply_into
-from hybrid.kernels.cpu.tasks import by_rows, kind_of, run
+from hybrid.kernels.cpu.matmul import Rows, multiply_into, multiply_parts
+from hybrid.kernels.cpu.target import HAS_TILES
+from hybrid.kernels.cpu.tasks import bits, by_rows, kind_of, run
 
 MIN_SHARED = 1 << 12
 """Elements that are worth a thread."""
 
+MAX_FEW = 1024
+"""Pairs up to which those of all experts are multiplied by one operation; steps that are captured have no more."""
+
+READS_ON_HOST: bool = HAS_TILES
+"""Whether it is read on the host which pairs are those of an expert, whatever their number."""
+
 _route_experts = Compiled(f"{COMPILED}.experts", "route_experts")
+_choose_experts = Compiled(f"{COMPILED}.experts", "choose_experts")
+_sort_by_expert = Compiled(f"{COMPILED}.experts", "sort_by_expert")
+_take_pairs_at = Compiled(f"{COMPILED}.experts", "take_pairs")
 _combine_experts = Compiled(f"{COMPILED}.experts", "combine_experts")
 _add_shared = Compiled(f"{COMPILED}.experts", "add_shared")
 
@@ -31,16 +41,63 @@ def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, 
     return weights, experts
 
 
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    normalise: bool,
+    least: float,
+    factor: float,
+    groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """`reference.experts.choose_experts`; of experts with equal ranks the lower one comes first. A row with NaN has
+    experts that exist, with weights that are NaN."""
+    (rows, count), (num_groups, top_groups) = logits.shape, groups
+    exact = (logits,) if bias is None else (logits, bias)
+    kind_of("choose_experts", logits, exact=exact, lies_right=0 < top_k <= count and count % num_groups == 0)
+    logits = by_rows(logits)
+    weights = torch.empty(rows, top_k, dtype=torch.float32)
+    experts = torch.empty(rows, top_k, dtype=torch.int64)
+    addresses = logits.data_ptr(), 0 if bias is None else bias.data_ptr(), weights.data_ptr(), experts.data_ptr()
+    sizes = logits.stride(0), count, top_k, int(normalise), num_groups, top_groups
+    args = (*addresses, *sizes, bits(least), bits(factor))
+    run(_choose_experts, FLOAT, args, rows, 1, logits.numel() // MIN_SHARED)
+    return weights, experts
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.sort_by_expert`."""
+    experts = experts.contiguous()
+    order, places = (torch.empty(shape, dtype=torch.int64) for shape in (experts.shape.numel(), experts.shape))
+    ends = torch.empty(2, num_experts, dtype=torch.int64)
+    addresses = tuple(tensor.data_ptr() for tensor in (experts, order, places, ends))
+    args = (*addresses, experts.numel(), num_experts, decode_start * experts.shape[1])
+    run(_sort_by_expert, FLOAT, args, 1, 1, 1)
+    return order, places, ends
+
+
 def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
-    """`reference.expert_linear`."""
+    """`reference.expert_linear`. Few pairs are multiplied without a look at them on the host."""
     if top_k:
-        x = x[order // top_k]
+        x = _take_pairs(x, order, top_k)
     output = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
+    if len(x) <= MAX_FEW and not READS_ON_HOST:
+        multiply_parts(output, x, weight, ends)
+        return output
     start = 0
     for at, end in enumerate(ends.flatten().tolist()):
         if start < end:
-            multiply_into(output[start:end], x[start:end], weight[at % len(weight)])
+            multiply_into(output[start:end], Rows(x[start:end]), weight[at % len(weight)])
             start = end
+    return output
+
+
+def _take_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """The rows of pairs, `[pairs, size]`."""
+    kind, x = kind_of("expert_linear", x), by_rows(x)
+    output = torch.empty(len(order), x.shape[1], dtype=x.dtype)
+    args = x.data_ptr(), output.data_ptr(), order.data_ptr(), x.stride(0), x.shape[1], top_k
+    run(_take_pairs_at, kind, args, len(order), 1, output.numel() // MIN_SHARED)
     return output
 
 

@@ -15,8 +15,11 @@ NUMBERS = (FLOAT, HALF)
 PRODUCTS = ((FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (BYTE, FLOAT), (BYTE, HALF))
 """Kinds of a weight and of x that can be multiplied."""
 
+WHOLE_PRODUCTS = ((BYTE, HALF),)
+"""Those that are computed in whole numbers."""
+
 OF_NUMBERS = {
-    "attention": ("attend",),
+    "attention": ("attend", "advance_rings"),
     "delta_rule": ("rule", "step", "delta_gates"),
     "elementwise": (
         "norm_rotate_store",
@@ -26,14 +29,20 @@ OF_NUMBERS = {
         "silu_and_mul",
         "sigmoid_and_mul",
         "gelu_and_mul",
+        "squared_relu",
+        "silu",
+        "add",
+        "mul",
+        "scale",
         "rotary",
         "rotate",
     ),
     "convolution": ("convolve", "convolve_tokens"),
     "state_space": ("scan", "advance", "time_steps", "add_skip", "grouped_gated_norm"),
-    "matmul": ("make_panels",),
+    "recurrences": ("delta_tokens", "scan_tokens"),
+    "matmul": ("arrange", "make_panels"),
     "drafts": ("choose_drafts",),
-    "experts": ("combine_experts", "add_shared"),
+    "experts": ("take_pairs", "combine_experts", "add_shared"),
     "memory": ("shift", "take", "copy"),
 }
 """Functions of one kind of numbers, by module."""
@@ -47,14 +56,26 @@ OF_TILES = {"amx": ("multiply_tiles",)}
 
 OF_FLOATS = {
     "drafts": ("most_likely", "continue_chains"),
-    "experts": ("route_experts",),
+    "experts": ("route_experts", "choose_experts", "sort_by_expert"),
     "elementwise": ("softmax", "log_softmax"),
     "memory": ("fill",),
 }
 
-OF_HALVES = {"matmul": ("widen_pairs",), "memory": ("widen",)}
+OF_HALVES = {"memory": ("widen", "narrow")}
 
-SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "scan": 2, "lead": 1}
+OF_PACKED = {"packed_weights": ("multiply_packed", "unpack_rows")}
+"""Functions of the scales of a weight of four bits and of an output: both in one of `NUMBERS`."""
+
+SECONDS = {
+    "attend": 6,
+    "multiply_packed": 4,
+    "multiply_panels": 4,
+    "rule": 3,
+    "multiply": 3,
+    "step": 3,
+    "scan": 2,
+    "lead": 1,
+}
 """CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
 
 OF_INTEGERS = {"team": {"lead": 5, "help": 2, "post": 6, "end": 2, "repeat": 4, "compute": 4}}
@@ -75,20 +96,34 @@ class Function(NamedTuple):
     arguments: tuple[Kind, ...]
 
 
-def functions(numbers: str, is_quantized: bool) -> list[Function]:
-    """Return the functions that are needed to compute with a kind of numbers, if weights are int8 or not."""
-    products = [pair for pair in PRODUCTS if pair[1] == numbers and (is_quantized or pair[0] != BYTE)]
-    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_of_products(products), *_of_any_numbers()])
+def functions(numbers: str, has_bytes: bool, is_packed: bool) -> list[Function]:
+    """Return the functions that are needed to compute with a kind of numbers.
+
+    Args:
+        has_bytes: weights are int8.
+        is_packed: weights have four bits.
+    """
+    products = [pair for pair in PRODUCTS if pair[1] == numbers and (has_bytes or pair[0] != BYTE)]
+    packed = _of_packed((numbers,)) if is_packed else ()
+    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_of_products(products), *packed, *_of_any_numbers()])
 
 
 def all_functions() -> list[Function]:
     """Every function for every kind."""
-    return _sorted([*_with(OF_NUMBERS, NUMBERS), *_of_products(PRODUCTS), *_of_any_numbers()])
+    products = *_of_products(PRODUCTS), *_of_packed(NUMBERS)
+    return _sorted([*_with(OF_NUMBERS, NUMBERS), *products, *_of_any_numbers()])
+
+
+def _of_packed(kinds: Sequence[str]) -> Iterator[Function]:
+    yield from _with(OF_PACKED, [(scales, kind) for scales in NUMBERS for kind in kinds])
 
 
 def _of_products(pairs: Sequence[Kind]) -> Iterator[Function]:
     tiles = [pair for pair in pairs if pair in TILE_PRODUCTS]
-    yield from _with(OF_PRODUCTS, [pair for pair in pairs if pair not in tiles])
+    whole = [pair for pair in pairs if pair in WHOLE_PRODUCTS and pair not in tiles]
+    yield from _with(OF_PRODUCTS, [pair for pair in pairs if pair not in (*tiles, *whole)])
+    yield from _with({"byte_weights": ("multiply_bytes",)}, whole)
+    yield from _with({"byte_weights": ("round_rows",)}, (HALF,) if whole else ())
     yield from _with(OF_TILES, tiles)
     yield from _with({"amx": ("make_tiles",)}, (HALF,) if tiles else ())
 

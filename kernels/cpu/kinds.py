@@ -23,6 +23,13 @@ SCALE_BYTES = 4
 FP8_MAX = 448.0
 """The largest number of e4m3."""
 
+BLOCK_OF_BYTES = 256
+"""Numbers of a row of x that share a scale where they are multiplied with bytes: as many as sums of 32 bits hold, 256 *
+32767 * 128 < 2^31."""
+
+BYTES_AT_ONCE = 32
+"""Rows of a weight of bytes that all rows of x are multiplied with before the next ones; tiles divide it."""
+
 TILE_ROWS, TILE_NUMBERS = 16, 32
 """Rows of a tile of AMX, and bfloat16 numbers in each (`hybrid.kernels.cpu.compiled.amx`)."""
 

@@ -1,5 +1,6 @@
 """Rows that are copied: the one before each decoded token, over state slots, those that an index names, and those of
-several tensors side by side; numbers of bfloat16 as fp32; and those that a pass begins with."""
+several tensors side by side; numbers of bfloat16 as fp32, and of fp32 as bfloat16; and those that a pass begins
+with."""
 
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ _take = Compiled(f"{COMPILED}.memory", "take")
 _copy = Compiled(f"{COMPILED}.memory", "copy")
 _fill = Compiled(f"{COMPILED}.memory", "fill")
 _widen = Compiled(f"{COMPILED}.memory", "widen")
+_narrow = Compiled(f"{COMPILED}.memory", "narrow")
 
 
 def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
@@ -83,6 +85,18 @@ def widen(x: Tensor, output: Tensor) -> Tensor:
     """
     args = x.data_ptr(), output.data_ptr(), x.stride(0), x.shape[1]
     run(_widen, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
+    return output
+
+
+def narrow(x: Tensor, output: Tensor) -> Tensor:
+    """Write fp32 rows as bfloat16 to `output`, and return it.
+
+    Args:
+        x: `[N, size]`, each row contiguous.
+        output: `[N, size]`, contiguous.
+    """
+    args = x.data_ptr(), output.data_ptr(), x.stride(0), x.shape[1]
+    run(_narrow, KINDS[output.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
     return output
 
 

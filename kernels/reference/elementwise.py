@@ -76,6 +76,12 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of what is above 0."""
+    above = x.clamp(min=0)
+    return above * above
+
+
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`."""
     return x * sigmoid(gate)

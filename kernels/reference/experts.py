@@ -29,6 +29,45 @@ def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, 
     return (weights / weights.sum(-1, keepdim=True) if normalise else weights), experts
 
 
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    normalise: bool,
+    least: float,
+    factor: float,
+    groups: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """The experts of each row by the logistic function of their logits, each by itself.
+
+    Args:
+        logits: `[T, experts]` fp32.
+        bias: `[experts]` fp32, added for the choice alone; None: there is none.
+        normalise: weights are divided by their sum and `least`.
+        factor: of the weights.
+        groups: how many groups of equal sizes the experts are in, and how many of these are chosen from: those with the
+            highest sum of two experts.
+
+    Returns:
+        `[T, top_k]` fp32 weights, and `[T, top_k]` int64 experts.
+    """
+    scores = sigmoid(logits)
+    ranks, (count, top_groups) = scores if bias is None else scores + bias, groups
+    if count > top_groups:
+        best = ranks.unflatten(-1, (count, -1)).topk(2, dim=-1).values
+        left_out = (best[..., 0] + best[..., 1]).topk(count - top_groups, dim=-1, largest=False).indices
+        kept = torch.zeros(len(ranks), count, device=logits.device).scatter(1, left_out, float("-inf"))
+        ranks = (ranks.unflatten(-1, (count, -1)) + kept.unsqueeze(-1)).flatten(1)
+    experts = ranks.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if normalise:  # added up one after another: the sum of a row does not depend on how many rows there are
+        total = weights[:, :1]
+        for rank in range(1, top_k):
+            total = total + weights[:, rank : rank + 1]
+        weights = weights / (total + least)
+    return weights * factor, experts
+
+
 def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort pairs by expert. Pairs of one expert keep the order of their rows.
 

@@ -143,8 +143,23 @@ def test_what_only_copies_rows_needs_no_torch(dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def test_bfloat16_becomes_fp32_without_torch() -> None:
-    x = torch.randn(3, 37).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_multiplied_and_scaled_without_torch(dtype: torch.dtype) -> None:
+    x, y, row = torch.randn(3, 37).to(dtype), torch.randn(3, 50).to(dtype)[:, 5:42], torch.randn(37).to(dtype)
+    again, result = CpuCapture()(lambda: (x * y + row) * 0.7 * row + x * -3)
+    x.copy_(torch.randn(3, 37))
+    assert set(again.seconds(runs=1)) == {"add", "mul", "scale"}
+    assert same_bits(result, (x * y + row) * 0.7 * row + x * -3)
+
+
+@torch.inference_mode()
+def test_bfloat16_becomes_fp32_and_fp32_bfloat16_without_torch() -> None:
+    x = torch.randn(3, 37)
+    again, result = CpuCapture()(lambda: x.to(torch.bfloat16))
+    x[0, :4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e38])
+    assert list(again.seconds()) == ["narrow"]
+    assert same_bits(result.float().nan_to_num(7.0), x.to(torch.bfloat16).float().nan_to_num(7.0))
+    x = x.to(torch.bfloat16)
     again, result = CpuCapture()(lambda: x.to(torch.float32))
     x[0, :4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-40])
     assert list(again.seconds()) == ["widen"]
@@ -397,11 +412,22 @@ def test_passes_of_several_callers_at_once(threads: Callable[[int], None]) -> No
     assert not wrong and not any(caller.is_alive() for caller in callers)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"load_dtype": "int8"}], ids=str)
+QWEN = "qwen3_5_text, odd sizes"
+
+CAPTURED = [(QWEN, {}), (QWEN, {"dtype": "bfloat16"}), (QWEN, {"load_dtype": "int8"}), (QWEN, {"load_dtype": "int4"})]
+CAPTURED += [("bamba, biases, tied", {}), ("gemma3_text", {"dtype": "bfloat16"}), ("llama", {"load_dtype": "int4"})]
+CAPTURED += [
+    ("lfm2, odd sizes, untied", {"dtype": "bfloat16"}),
+    ("nemotron_h, odd sizes, latent, fused", {}),
+    ("falcon_h1", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CAPTURED, ids=str)
 def test_answers_of_captured_steps_are_those_of_launched_ones(
-    options: dict[str, str], tmp_path: Path, threads: Callable[[int], None]
+    family: str, options: dict[str, str], tmp_path: Path, threads: Callable[[int], None]
 ) -> None:
-    path = write_random_checkpoint(tmp_path, "qwen3_5_text, odd sizes")
+    path = write_random_checkpoint(tmp_path, family)
     captured = Engine.from_pretrained(path, cache=CacheConfig(memory="64MiB"), **options)
     launched = Engine.from_pretrained(
         path, cache=CacheConfig(memory="64MiB"), config=EngineConfig(enforce_eager=True), **options
@@ -416,3 +442,5 @@ def test_answers_of_captured_steps_are_those_of_launched_ones(
         assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
         assert [output.logprobs for output in outputs[0]] == [output.logprobs for output in outputs[1]]
     assert captured.runner.graphs.graphs
+    replay: Any = captured.runner.graphs.graphs[-1].replay
+    assert "torch" not in replay.seconds(runs=1)

@@ -4,6 +4,7 @@ bits depend on the row alone: not on its place, its neighbours, its address or t
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,15 @@ from hybrid.kernels.cpu import (
     elementwise,
     experts,
     matmul,
+    recurrences,
 )
 from hybrid.kernels.cpu.compiled.matmul import MAX_NEAR
 from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
+from hybrid.kernels.reference import convolution as twin_convolution
+from hybrid.kernels.reference import delta_rule as twin_delta_rule
+from hybrid.kernels.reference import experts as twin_experts
+from hybrid.kernels.reference import kda, selective_scan
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -98,6 +104,17 @@ def added_up(x: Tensor, weight: Tensor) -> Tensor:
     return sums[..., 0]
 
 
+def in_whole_numbers(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of bfloat16 rows with bytes, `[rows, out]` fp32: of each 256 numbers of a row the largest is 32767,
+    sums of whole numbers are exact, and blocks are added up one after another."""
+    total, largest = torch.zeros(len(x), len(weight)), torch.tensor(32767.0)
+    for own, other in zip(x.split(256, dim=1), weight.split(256, dim=1), strict=True):
+        most = own.float().abs().amax(1, keepdim=True)
+        whole = (own.float() * (largest / most)).round().double() @ other.double().t()
+        total = (total.double() + whole.float().double() * (most / largest).double()).float()
+    return total
+
+
 @pytest.mark.parametrize(("weight_dtype", "dtype"), PAIRS)
 @pytest.mark.parametrize("inner", [1, 31, 33, 160, 300])
 def test_products_are_added_up_in_one_order_on_every_cpu(
@@ -107,7 +124,8 @@ def test_products_are_added_up_in_one_order_on_every_cpu(
     few_digits = torch.randn(matmul.MANY_ROWS + 1, inner).bfloat16()  # a sum has a digit for each of theirs in fp64
     weight = weight if scale is not None else weight.bfloat16().to(weight_dtype)
     x = few_digits.to(dtype)
-    expected = added_up(x, weight)
+    is_whole = scale is not None and dtype == torch.bfloat16
+    expected = in_whole_numbers(x, weight) if is_whole else added_up(x, weight)
     expected = expected if scale is None else expected * scale
     assert same_bits(matmul.multiply(x, weight, scale), expected.to(dtype))
     assert same_bits(matmul.multiply(x[:5], weight, scale), expected[:5].to(dtype))
@@ -155,6 +173,16 @@ def test_rows_have_the_bits_of_few_rows_among_many_whatever_the_numbers_are(inne
         assert same_bits(matmul.multiply(x[row : row + 8], weight), together[row : row + 8])
 
 
+def test_a_number_that_is_not_finite_spoils_its_row_of_a_product_with_bytes_alone() -> None:
+    weight, scale, x = *weight_of(20, 600, torch.int8), torch.randn(20, 600).bfloat16()
+    expected = matmul.multiply(x, weight, scale)
+    x[3, 500], x[9, 0], x[11, 260:512] = float("nan"), float("inf"), 1e-38
+    found = matmul.multiply(x, weight, scale)
+    assert found[3].isnan().all() and found[9].isnan().all() and found[11].isfinite().all()
+    others = [row for row in range(20) if row not in (3, 9, 11)]
+    assert same_bits(found[others], expected[others])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
     x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [-float("inf"), 1.0]]).to(dtype)
@@ -171,10 +199,15 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(dtype: torch.dtype) -> None:
+def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(
+    dtype: torch.dtype,
+) -> None:
     weight, x = torch.randn(5, 24, 33).to(dtype), torch.randn(40, 33).to(dtype)
     chosen = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
-    order, places, ends = reference.sort_by_expert(chosen, 5, 0)
+    order, places, ends = experts.sort_by_expert(chosen, 5, 7)
+    for own, theirs in zip((order, places, ends), reference.sort_by_expert(chosen, 5, 7), strict=True):
+        assert torch.equal(own, theirs)
+    order, places, ends = experts.sort_by_expert(chosen, 5, 0)
     together = experts.expert_linear(x, weight, order, ends, 2, 0)
     twin = reference.expert_linear(x, weight, order, ends, 2, 0)
     torch.testing.assert_close(together, twin, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
@@ -642,6 +675,87 @@ def test_probabilities_of_what_is_excluded_are_zero_and_what_is_not_finite_spoil
     for tiny in (0.0, 1e-300, 1e-30):
         values = elementwise.softmax(logits[4:], torch.tensor([tiny], dtype=torch.float64))
         assert values.tolist() == [[float(i == int(logits[4].argmax())) for i in range(size)]]
+
+
+def test_experts_with_logits_of_their_own_are_those_of_the_twin() -> None:
+    logits, bias = torch.randn(30, 24), torch.randn(24)
+    for own, normalise, groups in ((bias, True, (4, 2)), (None, False, (1, 1)), (bias, True, (6, 1))):
+        how = own, 3, normalise, 1e-6, 1.7, groups
+        weights, chosen = experts.choose_experts(logits, *how)
+        expected, places = twin_experts.choose_experts(logits, *how)
+        assert torch.equal(chosen, places)
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+        assert same_bits(experts.choose_experts(logits[5:6], *how)[0], weights[5:6])
+    logits[2, 7] = float("nan")
+    weights, chosen = experts.choose_experts(logits, bias, 3, True, 1e-6, 1.7, (4, 2))
+    assert weights[2].isnan().all() and not weights[3:].isnan().any()
+    assert 0 <= int(chosen.min()) <= int(chosen.max()) < 24
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_convolutions_and_what_comes_before_attention_without_norms(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(9, 37).to(dtype), torch.randn(37, 3).to(dtype), torch.randn(37).to(dtype)
+    state, slots = torch.randn(6, 2, 37).to(dtype), (ints([0, 4, 9]), ints([1, 2]), ints([3, -1]), ints([[1, 2, 4]]))
+    ours, theirs = state.clone(), state.clone()
+    sums = convolution.causal_sums(x, weight, ours, *slots, bias)
+    twin = twin_convolution.causal_sums(x, weight, theirs, *slots, bias)
+    close(sums, twin), close(ours, theirs, 0)
+    reads, writes = ints([1, -1, 5]), ints([-1, 2, 5])
+    step = convolution.causal_sums_update(x[:3], weight, ours, reads, writes, bias)
+    close(step, twin_convolution.causal_sums_update(x[:3], weight, theirs, reads, writes, bias)), close(ours, theirs, 0)
+
+    (q, k, v), angles = (torch.randn(5, 2, 24).to(dtype) for _ in range(3)), torch.randn(2, 5, 16).to(dtype)
+    pages, slots_of_tokens = torch.randn(4, 2, 8, 2, 24).to(dtype), ints([0, 9, -1, 31, 17])
+    expected, (cos, sin) = pages.clone(), angles
+    reference.store_kv(elementwise.rotate(k, cos, sin), v, expected, slots_of_tokens)
+    turned = elementwise.rotate_store(q, k, v, cos, sin, pages, slots_of_tokens)
+    assert same_bits(turned, elementwise.rotate(q, cos, sin)) and same_bits(pages, expected)
+    assert same_bits(elementwise.rotate_store(q, k, v, cos[:, :0], sin[:, :0], pages, slots_of_tokens), q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rules_that_are_computed_token_by_token_agree_with_their_twins(dtype: torch.dtype) -> None:
+    tokens, heads, keys, values, channels, size = 70, 3, 13, 11, 41, 7
+    slots = ints([0, 32, 32, 70]), ints([1, 2, 3]), ints([1, -1, 4]), ints([[0, 16, 5], [2, 32, 6], [-1, 0, 0]])
+    steps = ints([1, -1, -1, 2, 7, 3]), ints([1, -1, 5, -1, -1, 8])
+    q, k = torch.randn(2, tokens, heads, keys).to(dtype)
+    v, beta = torch.randn(tokens, heads, values).to(dtype), torch.rand(tokens, heads).to(dtype)
+    g = -torch.rand(tokens, heads, keys)
+    x, b, c = (torch.randn(tokens, width).to(dtype) for width in (channels, size, size))
+    dt, rate, scanned = torch.rand(tokens, channels), -torch.rand(size, channels), torch.randn(9, size, channels)
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...], tuple[Any, ...], Tensor]] = [
+        (recurrences.chunk_kda, kda.chunk_kda, (q, k, v, g, beta), (*slots, 16), torch.randn(9, heads, keys, values)),
+        (recurrences.kda_step, kda.kda_step, (q, k, v, g, beta), steps, torch.randn(9, heads, keys, values)),
+        (
+            delta_rule.recurrent_gated_delta_rule,
+            twin_delta_rule.recurrent_gated_delta_rule,
+            (q[:, :1], k[:, :1], v, g[:, :, 0].contiguous(), beta),
+            steps,
+            torch.randn(9, heads, keys, values),
+        ),
+        (
+            recurrences.selective_scan,
+            selective_scan.selective_scan,
+            (x, dt, b, c),
+            slots,
+            scanned,
+        ),
+        (
+            recurrences.selective_step,
+            selective_scan.selective_step,
+            (x, dt, b, c),
+            steps,
+            scanned,
+        ),
+    ]
+    for ours, theirs, inputs, places, state in cases:
+        if places is steps:
+            inputs = tuple(part[:6] for part in inputs)
+        fixed = (rate,) if len(inputs) == 4 else ()
+        own, other = state.clone(), state.clone()
+        y = ours(*inputs, *fixed, own, *places)
+        torch.testing.assert_close(y.float(), theirs(*inputs, *fixed, other, *places).float(), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
 def test_other_types_are_refused() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hybrid import CacheConfig, Engine
 from hybrid.commands.parity import Judge, branch, busy_batch, second_turn
 from hybrid.kernels.ops import linear
+from hybrid.kernels.packed_weights import quantize
 from hybrid.kernels.triton.interpreter import fixed_order_matmul
 from support.imitated import numbers, weights
 
@@ -28,6 +29,10 @@ def compiled_products() -> str:
     for _, weight in weights():
         x = numbers(13, weight.shape[1], seed=3)
         bits.update(linear(x, weight).numpy().tobytes())
+        whole, factors = (weight.float() * 40).clamp(-127, 127).to(torch.int8), numbers(len(weight), seed=4)
+        bits.update(linear(x.bfloat16(), whole, None, factors).view(torch.int16).numpy().tobytes())
+        packed, scales = quantize(weight, 32)
+        bits.update(linear(x, packed, None, scales).numpy().tobytes())
     return bits.hexdigest()
 
 

@@ -24,7 +24,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     put,
     release,
 )
-from hybrid.kernels.cpu.kinds import UNPACKED
+from hybrid.kernels.cpu.kinds import LEFT_OUT, UNPACKED
 from hybrid.kernels.cpu.target import BLOCK, LANES, TOKENS
 
 _LOWEST = np.float32(-np.inf)
@@ -106,6 +106,74 @@ def _add_block(queries, cache, of_values, pages, position, count, memory, sizes)
         place, part = _place(pages, position + done, count - done)
         _add_values(outputs, scores, at(cache, place + of_values), pages[3], done, (tokens, group, size, part, seen))
         done += part
+
+
+@compiled_inline
+def _copy_ring(source, of_source, target, of_target, window, size):
+    """Copy the keys and values of a KV head from one ring to another. Of both: how far apart keys and values are, and
+    places."""
+    for part in range(2):
+        for place in range(window):
+            own, other = at(source, part * of_source[0] + place * of_source[1]), part * of_target[0]
+            out = at(target, other + place * of_target[1])
+            for i in range(size):
+                out[i] = own[i]
+
+
+@compiled_inline
+def _kept_at(reads, writes, token, tokens):
+    """The slot that holds the state after a token, or after one of those that continue from it; -1: none does."""
+    while writes[token] < 0:
+        token += 1
+        if token == tokens or reads[token] != -1:
+            return -1
+    return writes[token]
+
+
+def advance_rings(args, kind, first, last):
+    """The KV heads `[first, last)` of all tokens, one after another: the ring that a token continues from becomes that
+    with its key and value.
+
+    Each token has a ring of its own, where there is memory for these, and a slot gets the one after it. Otherwise
+    tokens are written to the slot that is kept after them, where later tokens of a request are, too; the rings of
+    others are not computed. What attention needs follows: the ring of each token, where its tokens begin, and how long
+    it is, 0 where there is none.
+    """
+    a = numbers(args, INDEX)
+    key, value, rings, own = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[3], kind)
+    positions, reads, writes = numbers(a[4], INDEX), numbers(a[5], INDEX), numbers(a[6], INDEX)
+    table, has_own, tokens, window, kv_heads, size = numbers(a[7], INDEX), a[3] != 0, a[8], a[9], a[10], a[11]
+    of_key, of_value, of_slot, of_head = a[12], a[13], a[14], a[17]
+    of_ring, of_own = (a[15], a[16]), (window * kv_heads * size, kv_heads * size)
+    starts, lengths = at(table, tokens), at(table, 2 * tokens + 1)
+    if first == 0:
+        for token in range(tokens):
+            table[token], starts[token], lengths[token] = 0, token, 0
+        starts[tokens] = tokens
+    for head in range(first, last):
+        current, of_current, held = rings, of_ring, -1
+        for token in range(tokens):
+            read, write = reads[token], writes[token]
+            place = token if has_own else _kept_at(reads, writes, token, tokens)
+            if read == LEFT_OUT or place < 0:
+                continue
+            if read >= 0:
+                current, of_current, held = at(rings, read * of_slot + head * of_head), of_ring, read
+            target, of_target = at(rings, place * of_slot + head * of_head), of_ring
+            if has_own:
+                target, of_target = at(own, 2 * token * of_own[0] + head * size), of_own
+            if has_own or held != place:
+                _copy_ring(current, of_current, target, of_target, window, size)
+            row = positions[token] % window * of_target[1]
+            k, v = at(target, row), at(target, of_target[0] + row)
+            own_key, own_value = at(key, token * of_key + head * size), at(value, token * of_value + head * size)
+            for i in range(size):
+                k[i], v[i] = own_key[i], own_value[i]
+            if has_own and write >= 0:
+                _copy_ring(target, of_target, at(rings, write * of_slot + head * of_head), of_ring, window, size)
+            current, of_current, held = target, of_target, place
+            if head == 0:
+                table[token], lengths[token] = place, min(positions[token] + 1, window)
 
 
 def attend(args, kind, first, last):

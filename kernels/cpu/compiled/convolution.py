@@ -1,5 +1,5 @@
-"""The causal convolution over state slots, of prompts and of decoded tokens: all channels of a token before the next
-one."""
+"""The causal convolution over state slots, of prompts and of decoded tokens, with silu or without: all channels of a
+token before the next one."""
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, allocate, at, fma, get, numbers, put, release, sigmoid
@@ -41,14 +41,18 @@ def _add_tap(source, factors, total, tap, first, last):
 
 
 @compiled_inline
-def _finish(total, bias, has_bias, target, first, last):
-    """Write silu of the sums, to which a bias is added if there is one."""
+def _finish(total, bias, has_bias, is_activated, target, first, last):
+    """Write the sums, to which a bias is added if there is one, or silu of them."""
     if has_bias:
         for c in range(first, last):
             put(total, c, get(total, c) + get(bias, c))
-    for c in range(first, last):
-        z = get(total, c)
-        put(target, c, z * sigmoid(z))
+    if is_activated:
+        for c in range(first, last):
+            z = get(total, c)
+            put(target, c, z * sigmoid(z))
+    else:
+        for c in range(first, last):
+            put(target, c, get(total, c))
 
 
 def convolve(args, kind, first, last):
@@ -59,7 +63,7 @@ def convolve(args, kind, first, last):
     captures = numbers(a[6], INDEX)
     stride, of_slot = a[8], a[9]
     requests, num_captures, channels, width = a[10], a[11], a[12], a[13]
-    bias, has_bias = numbers(a[14], kind), a[14] != 0
+    bias, has_bias, is_activated = numbers(a[14], kind), a[14] != 0, a[15] != 0
     past = width - 1
     memory = allocate(width * channels)
     taps = numbers(memory, ZERO)
@@ -77,7 +81,7 @@ def convolve(args, kind, first, last):
             for tap in range(width):
                 source = _input(own, window, token - past + tap, past, stride, channels)
                 _add_tap(source, at(taps, tap * channels), total, tap, first, last)
-            _finish(total, bias, has_bias, at(out, token * channels), first, last)
+            _finish(total, bias, has_bias, is_activated, at(out, token * channels), first, last)
         if writes[request] >= 0:
             _store_window(own, window, at(state, writes[request] * of_slot), count, past, stride, channels, first, last)
         for i in range(num_captures):
@@ -95,7 +99,7 @@ def convolve_tokens(args, kind, first, last):
     a = numbers(args, INDEX)
     x, weight, state, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[5], kind)
     reads, writes = numbers(a[3], INDEX), numbers(a[4], INDEX)
-    bias, has_bias = numbers(a[6], kind), a[6] != 0
+    bias, has_bias, is_activated = numbers(a[6], kind), a[6] != 0, a[12] != 0
     stride, of_slot = a[7], a[8]
     tokens, channels, width = a[9], a[10], a[11]
     past = width - 1
@@ -117,7 +121,7 @@ def convolve_tokens(args, kind, first, last):
             window[past * channels + c] = own[c]
         for tap in range(width):
             _add_tap(at(window, tap * channels), at(taps, tap * channels), total, tap, first, last)
-        _finish(total, bias, has_bias, at(y, token * channels), first, last)
+        _finish(total, bias, has_bias, is_activated, at(y, token * channels), first, last)
         if write >= 0:
             slot = at(state, write * of_slot)
             for row in range(past):

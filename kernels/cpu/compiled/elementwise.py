@@ -106,26 +106,79 @@ def sigmoid_and_mul(args, kind, first, last):
             put(out, i, get(x, i) * sigmoid(get(gate, i)))
 
 
+def silu(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, out, stride, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3]
+    for row in range(first, last):
+        own, y = at(x, row * stride), at(out, row * size)
+        for i in range(size):
+            value = get(own, i)
+            put(y, i, value * sigmoid(value))
+
+
+def squared_relu(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, out, stride, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3]
+    for row in range(first, last):
+        own, y = at(x, row * stride), at(out, row * size)
+        for i in range(size):
+            value = get(own, i)
+            value = ZERO if value < ZERO else value
+            put(y, i, value * value)
+
+
+def add(args, kind, first, last):
+    for row in range(first, last):
+        x, y, out, size = _two_rows(args, kind, row)
+        for i in range(size):
+            put(out, i, get(x, i) + get(y, i))
+
+
+def mul(args, kind, first, last):
+    for row in range(first, last):
+        x, y, out, size = _two_rows(args, kind, row)
+        for i in range(size):
+            put(out, i, get(x, i) * get(y, i))
+
+
+def scale(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, out, stride, size, factor = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3], as_float(np.int32(a[4]))
+    for row in range(first, last):
+        own, y = at(x, row * stride), at(out, row * size)
+        for i in range(size):
+            put(y, i, get(own, i) * factor)
+
+
+@compiled_inline
+def _rotate(x, cos, sin, y, size, rotary):
+    """Write a head, rotated, to y."""
+    half = rotary // 2
+    for i in range(half):
+        first_half, second_half = get(x, i), get(x, half + i)
+        put(y, i, fma(first_half, get(cos, i), -(second_half * get(sin, i))))
+        put(y, half + i, fma(second_half, get(cos, half + i), first_half * get(sin, half + i)))
+    for i in range(rotary, size):
+        y[i] = x[i]
+
+
 def rotate(args, kind, first, last):
     a = numbers(args, INDEX)
     x, cosines, sines, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[3], kind)
     of_token, of_head, heads, size, rotary = a[4], a[5], a[6], a[7], a[8]
-    half = rotary // 2
     for token in range(first, last):
         cos, sin = at(cosines, token * rotary), at(sines, token * rotary)
         for head in range(heads):
             own, out = at(x, token * of_token + head * of_head), at(y, (token * heads + head) * size)
-            for i in range(half):
-                first_half, second_half = get(own, i), get(own, half + i)
-                put(out, i, fma(first_half, get(cos, i), -(second_half * get(sin, i))))
-                put(out, half + i, fma(second_half, get(cos, half + i), first_half * get(sin, half + i)))
-            for i in range(rotary, size):
-                out[i] = own[i]
+            _rotate(own, cos, sin, out, size, rotary)
 
 
 @compiled_inline
-def _norm_rotate(x, scale, cos, sin, y, size, rotary, eps):
-    """Write a head, normalised and rotated, to y."""
+def _norm_rotate(x, scale, has_norm, cos, sin, y, size, rotary, eps):
+    """Write a head, normalised if it has a norm and rotated, to y."""
+    if not has_norm:
+        _rotate(x, cos, sin, y, size, rotary)
+        return
     factor = _inverse_rms(x, size, eps)
     half = rotary // 2
     for i in range(half):
@@ -150,14 +203,14 @@ def norm_rotate_store(args, kind, first, last):
     q_token, q_head, k_token, k_head, v_token, v_head = a[10], a[11], a[12], a[13], a[14], a[15]
     of_page, of_kind, of_offset, of_head = a[16], a[17], a[18], a[19]
     heads, kv_heads, size, rotary, page_size, eps = a[20], a[21], a[22], a[23], a[24], as_float(np.int32(a[25]))
-    kept, row_bytes = a[26], a[27]
+    kept, row_bytes, has_norm = a[26], a[27], a[3] != 0
     memory = allocate(size)
     rotated = numbers(memory, kind)
     for token in range(first, last):
         c, s = at(cos, token * rotary), at(sin, token * rotary)
         for head in range(heads):
             place = at(y, (token * heads + head) * size)
-            _norm_rotate(at(q, token * q_token + head * q_head), q_scale, c, s, place, size, rotary, eps)
+            _norm_rotate(at(q, token * q_token + head * q_head), q_scale, has_norm, c, s, place, size, rotary, eps)
         slot = slots[token]
         if slot < 0:
             continue
@@ -165,13 +218,13 @@ def norm_rotate_store(args, kind, first, last):
         for head in range(kv_heads):
             own, source = at(k, token * k_token + head * k_head), at(v, token * v_token + head * v_head)
             if kept != UNPACKED:
-                _norm_rotate(own, k_scale, c, s, rotated, size, rotary, eps)
+                _norm_rotate(own, k_scale, has_norm, c, s, rotated, size, rotary, eps)
                 address = a[7] + page + head * of_head
                 pack(rotated, address, size, row_bytes, kept)
                 pack(source, address + of_kind, size, row_bytes, kept)
                 continue
             place = at(cache, page + head * of_head)
-            _norm_rotate(own, k_scale, c, s, place, size, rotary, eps)
+            _norm_rotate(own, k_scale, has_norm, c, s, place, size, rotary, eps)
             for i in range(size):
                 place[of_kind + i] = source[i]
     release(memory)

@@ -136,31 +136,47 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
 
 
 def multiply(args, kinds, first, last):
-    """Columns `[first, last)`; the kinds are those of the weight and of the output."""
+    """Columns `[first, last)`; the kinds are those of the weight and of the output.
+
+    There may be several weights, one behind the other, for rows that follow each other: where the rows of each end is
+    in memory, for each weight and again for each.
+    """
     a = numbers(args, INDEX)
     x, w, scale, out = rows_of_x(a[0], kinds), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
     x_stride, w_stride, out_stride, rows, length = a[4], a[5], a[6], a[7], a[8]
-    for column in range(first, last, COLUMNS):
-        width = min(COLUMNS, last - column)
-        b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
-        multiply_rows(x, x_stride, b, w_stride, s, o, out_stride, rows, width, length)
+    ends, parts, weights, of_weight = numbers(a[9], INDEX), a[10], a[11], a[12]
+    start = 0
+    for part in range(parts):
+        end = ends[part] if a[9] != 0 else rows
+        if start < end:
+            own = at(w, part % weights * of_weight)
+            y, z = at(x, start * x_stride), at(out, start * out_stride)
+            for column in range(first, last, COLUMNS):
+                width = min(COLUMNS, last - column)
+                b, s, o = at(own, column * w_stride), at(scale, column), at(z, column)
+                multiply_rows(y, x_stride, b, w_stride, s, o, out_stride, end - start, width, length)
+        start = end
 
 
-def widen_pairs(args, kind, first, last):
-    """Rows as fp32: of each 2 * LANES numbers those at odd places, then those at even ones; zeros follow."""
+def arrange(args, kind, first, last):
+    """Rows `[first, last)` of x as fp32, zeros behind them, in the order in which they are multiplied: where pairs of
+    bfloat16 numbers are, of each 2 * LANES those at odd places, then those at even ones."""
     a = numbers(args, INDEX)
-    x, y, stride, size, width = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3], a[4]
+    x, y, stride, size, width, is_paired = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3], a[4], a[5] != 0
     for row in range(first, last):
         for start in range(0, width, 2 * LANES):
             own, out = at(x, row * stride + start), at(y, row * width + start)
-            if start + 2 * LANES <= size:
+            if start + 2 * LANES > size:
+                for i in range(2 * LANES):
+                    place = i if not is_paired else i // 2 + (LANES if i % 2 == 0 else 0)
+                    put(out, place, get(own, i) if start + i < size else ZERO)
+            elif is_paired:
                 for i in range(LANES):
                     put(out, i, get(own, 2 * i + 1))
                     put(out, LANES + i, get(own, 2 * i))
             else:
-                for i in range(LANES):
-                    put(out, i, get(own, 2 * i + 1) if start + 2 * i + 1 < size else ZERO)
-                    put(out, LANES + i, get(own, 2 * i) if start + 2 * i < size else ZERO)
+                for i in range(2 * LANES):
+                    put(out, i, get(own, i))
 
 
 # Many rows of x

@@ -1,4 +1,4 @@
-"""Rows that are copied, numbers of bfloat16 as fp32, and those that a pass begins with."""
+"""Rows that are copied, numbers of bfloat16 as fp32 and of fp32 as bfloat16, and those that a pass begins with."""
 
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, at, get, numbers, put
 from hybrid.kernels.cpu.kinds import LEFT_OUT
@@ -51,6 +51,15 @@ def widen(args, kind, first, last):
     """Rows `[first, last)` as fp32."""
     a = numbers(args, INDEX)
     x, output, stride, size = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3]
+    for row in range(first, last):
+        for i in range(size):
+            put(output, row * size + i, get(x, row * stride + i))
+
+
+def narrow(args, kind, first, last):
+    """Rows `[first, last)` of fp32 as bfloat16."""
+    a = numbers(args, INDEX)
+    x, output, stride, size = numbers(a[0], ZERO), numbers(a[1], kind), a[2], a[3]
     for row in range(first, last):
         for i in range(size):
             put(output, row * size + i, get(x, row * stride + i))

@@ -64,7 +64,7 @@ def _sum(builder: Any, vector: Any) -> Any:
     return _folded(builder, vector, _added)
 
 
-def _sums(builder: Any, vectors: list[Any]) -> Any:
+def sums_of_lanes(builder: Any, vectors: list[Any], add: Callable[[Any, Any, Any], Any] = _added) -> Any:
     """A vector of the sums of the lanes of up to LANES vectors, added up as in `_sum`; halves of two vectors are added
     at once. Where the number of vectors is not a power of two, other numbers follow."""
     lanes = LANES
@@ -75,7 +75,7 @@ def _sums(builder: Any, vectors: list[Any]) -> Any:
         lower = [start + lane for start in starts for lane in range(half)]
         kind = ir.VectorType(INT, len(lower))
         parts = ir.Constant(kind, lower), ir.Constant(kind, [lane + half for lane in lower])
-        vectors = [_added(builder, *(builder.shuffle_vector(x, y, part) for part in parts)) for x, y in pairs]
+        vectors = [add(builder, *(builder.shuffle_vector(x, y, part) for part in parts)) for x, y in pairs]
         lanes = half
     return vectors[0]
 
@@ -246,6 +246,29 @@ def _write(builder: Any, values: Any, scale: Any | None, columns: int, outs: lis
             builder.store(value, builder.gep(out, [LONG(column)]))
 
 
+def write_outputs(
+    builder: Any, values: Any, rows: int, width: int, out: Any, out_stride: Any, row_count: Any, count: Any
+) -> None:
+    """Write a vector of outputs: of `width` rows of the weight for each of `rows` rows of x, as many as there are of
+    both."""
+    element = out.type.pointee
+    values = narrowed(builder, values, element)
+    is_whole = builder.icmp_signed("==", count, LONG(width))
+    for row in range(rows):
+        with builder.if_then(builder.icmp_signed("<", LONG(row), row_count)):
+            place = builder.gep(out, [builder.mul(out_stride, LONG(row))])
+            with builder.if_else(is_whole) as (whole, part):
+                with whole:
+                    lanes = ir.Constant(ir.VectorType(INT, width), [*range(row * width, (row + 1) * width)])
+                    own = builder.shuffle_vector(values, values, lanes)
+                    builder.store(own, builder.bitcast(place, own.type.as_pointer()), align=size_of(element))
+                with part:
+                    for column in range(width - 1):
+                        with builder.if_then(builder.icmp_signed("<", LONG(column), count)):
+                            value = builder.extract_element(values, INT(row * width + column))
+                            builder.store(value, builder.gep(place, [LONG(column)]))
+
+
 def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
@@ -278,7 +301,7 @@ def tile(rows: int, columns: int) -> Any:
                 places = range(row, row + len(own) // width)
                 outs = [builder.gep(out, [builder.add(builder.mul(out_stride, LONG(i)), LONG(column))]) for i in places]
                 factors = None if of_column is None else builder.gep(of_column, [LONG(column)])
-                _write(builder, _sums(builder, own), factors, width, outs)
+                _write(builder, sums_of_lanes(builder, own), factors, width, outs)
             return context.get_dummy_value()
 
         return types.void(x, long, w, long, FLOATS, out, long, long), generate
