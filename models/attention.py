@@ -164,19 +164,29 @@ class WindowAttention(Heads):
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         q, k, v = self.inputs(x, batch)
         q, (k, v) = q.unflatten(-1, (self.heads, -1)), self.of_heads(k, v)
-        q, k = (rotate(norm(each), rotary.cos, rotary.sin) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = self.turned(q, k, rotary)
         parts = []
         if (prompts := batch.prefills) is not None:
             new = (q[prompts.rows], k[prompts.rows], v[prompts.rows])
             tokens = (prompts.cu_seqlens, prompts.seq_lens)
             slots = (prompts.state_read, prompts.state_write, batch.checkpoints)
-            parts.append(window_attention(*new, self._rings(state), *tokens, *slots, self.scale, chunk_size))
+            parts.append(self.attend(*new, self._rings(state), *tokens, *slots, chunk_size))
         if (decodes := batch.decodes) is not None:
             rows = decodes.rows
             inputs = (q[rows], k[rows], v[rows], batch.positions[rows])
             parts.append(decode_linear(self, inputs, decodes, batch, state))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(y.flatten(1), batch)
+
+    def turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normalised and rotated."""
+        normed = self.q_norm(q), self.k_norm(k)
+        q, k = (rotate(each, rotary.cos, rotary.sin) for each in normed)
+        return q, k
+
+    def attend(self, *args: Any) -> Tensor:
+        """Attention of prompts. The arguments are those of `window_attention`, the scale aside."""
+        return window_attention(*args[:-1], self.scale, args[-1])
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
@@ -238,6 +248,20 @@ def decode_windows(
     if compiled is not None:
         found: Tensor = compiled.decode_windows(query, key, value, positions, rings, *steps, scale)
         return found
+    # one piece of the keys, whatever the batch: a window is short
+    y: Tensor = kernels.paged_attention(query, *ring_pages(key, value, positions, rings, steps), scale, 1, 1)
+    return y
+
+
+def ring_pages(
+    key: Tensor, value: Tensor, positions: Tensor, rings: Tensor, steps: StateSteps
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the keys and values of decoded tokens, as `decode_windows` does.
+
+    Returns:
+        The rings as pages, and the table, starts and lengths of the sequences of which each token is one, as for
+        `reference.paged_attention`.
+    """
     window, count = rings.shape[2], len(positions)
     places = positions % window
     if len(steps.read) == len(steps.starts) - 1:  # the usual case: every token is alone
@@ -247,12 +271,9 @@ def decode_windows(
             rings[steps.write[moved]] = rings[steps.read[moved]]
         kernels.store_kv(key, value, rings, steps.write * window + places)  # negative where the ring is not kept
     else:
-        pages, table = _one_by_one(key, value, places, rings, steps), torch.arange(count, device=query.device)
-    starts = torch.arange(count + 1, device=query.device)
-    lengths = (positions + 1).clamp(max=window)
-    # one piece of the keys, whatever the batch: a window is short
-    y: Tensor = kernels.paged_attention(query, pages, table.unsqueeze(1), starts, lengths, scale, 1, 1)
-    return y
+        pages, table = _one_by_one(key, value, places, rings, steps), torch.arange(count, device=key.device)
+    starts = torch.arange(count + 1, device=key.device)
+    return pages, table.unsqueeze(1), starts, (positions + 1).clamp(max=window)
 
 
 def _one_by_one(key: Tensor, value: Tensor, places: Tensor, rings: Tensor, steps: StateSteps) -> Tensor:

@@ -9,11 +9,10 @@ from hybrid.models.kimi_linear import KimiLinearForCausalLM
 from hybrid.models.latent_attention import LatentAttention, latent_layouts
 from hybrid.models.layers import Linear
 from hybrid.models.moe import expert_layouts
-from hybrid.models.weights import Layouts, Source, renamed
+from hybrid.models.weights import Layouts, renamed, with_names
 
 ON_DISK = {
     "model.embed_tokens.": "model.word_embeddings.",
-    ".self_attn.o_proj.": ".attention.dense.",
     ".self_attn.": ".attention.",
     ".gate.choice_bias": ".gate.expert_bias",
 }
@@ -53,6 +52,10 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         """Return what of a configuration is not computed here; None: all of it is."""
         if (config.rope_parameters or {}).get("mscale_all_dim"):
             return "mscale_all_dim in rope_parameters is not supported"
+        if getattr(config, "q_lora_rank", None) or getattr(config, "use_kda_lora", False):
+            return "q_lora_rank and use_kda_lora are not supported, only projections of full rank"
+        if (gate := getattr(config, "gated_attention_proj_granularity_type", "head_wise")) != "head_wise":
+            return f"gated_attention_proj_granularity_type {gate!r} is not supported, only 'head_wise'"
         return super().unsupported(config)
 
     @staticmethod
@@ -67,15 +70,6 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         found = expert_layouts(parameter, config.num_local_experts, config.moe_intermediate_size)
         found = found or kda_layouts(parameter, config) or latent_layouts(parameter, config)
         found = found or renamed(parameter, {})
-        published = [
-            [Source(renamed(source.name, ON_DISK)[0][0].name, source.rows, source.at) for source in each]
-            for each in found
-        ]
-        own = [
-            [
-                Source(source.name.replace(".choice_bias", ".e_score_correction_bias"), source.rows, source.at)
-                for source in each
-            ]
-            for each in found
-        ]
-        return (*own, *published)
+        own = with_names(found, {".choice_bias": ".e_score_correction_bias"})
+        published = with_names(found, ON_DISK)
+        return (*own, *published, *with_names(published, {".o_proj.": ".dense."}))  # of latent attention

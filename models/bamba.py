@@ -47,6 +47,7 @@ class BambaForCausalLM(CausalLM):
         has_predictor: must be False; the family has no layer for multi-token prediction.
     """
 
+    rotates_partly: bool = True
     waits_for_device: bool = True  # the state space rule reads the slots on the host
 
     def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:

@@ -29,7 +29,9 @@ MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
 
 
-def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None) -> tuple[Tensor, float]:
+def rotary_frequencies(
+    config: Any, head_dim: int, layer_type: str | None = None, partly: bool = False
+) -> tuple[Tensor, float]:
     """The inverse frequencies of rotary positions, those of the first half of what is turned and again those of the
     second, and the factor of their cosines and sines.
 
@@ -37,6 +39,7 @@ def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None
         config: the model's configuration.
         head_dim: size of an attention head.
         layer_type: for which layers, where the configuration lists them by type.
+        partly: the `partial_rotary_factor` of a configuration is heeded; most families have whole heads turned.
 
     Scalings other than the default are computed by transformers. Those that depend on the length of a sequence are
     fixed, so that keys do not change as it grows: `dynamic` as up to the model's own length, where it has no effect;
@@ -49,7 +52,7 @@ def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None
     kind = rope.get("rope_type", "default")
     with torch.device("cpu"):
         if kind == "default":
-            rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0)) if partly else head_dim
             exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
             return (1.0 / (rope["rope_theta"] ** exponents)).repeat(2), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -124,6 +127,7 @@ class CausalLM(EngineModel, ABC):
             captured.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
+        rotates_partly: a part of a head may be rotated, as `partial_rotary_factor` says.
         layer_kinds: types of layers of which a model must have each.
         embedding_scale, logits_scale: factors of the embeddings, and of the logits.
         mtp: the predictor.
@@ -131,6 +135,7 @@ class CausalLM(EngineModel, ABC):
 
     waits_for_device: bool = False
     rotary_layers: str | None = None
+    rotates_partly: bool = False
     layer_kinds: tuple[str, ...] = ("linear_attention", "full_attention")
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -156,7 +161,9 @@ class CausalLM(EngineModel, ABC):
         self.inverse_frequencies, self.rotary_scale = torch.empty(0, device="cpu"), 1.0
         sections = MROPE_SECTION
         if head_dim:
-            self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim, self.rotary_layers)
+            self.inverse_frequencies, self.rotary_scale = rotary_frequencies(
+                config, head_dim, self.rotary_layers, self.rotates_partly
+            )
             sections = config.rope_parameters.get("mrope_section", MROPE_SECTION)
         axes = torch.zeros(len(self.inverse_frequencies) // 2, dtype=torch.int64, device="cpu")
         for axis, size in enumerate(sections):

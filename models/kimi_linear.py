@@ -12,7 +12,7 @@ from hybrid.models.kda import KimiDeltaAttention, kda_layouts, kda_states
 from hybrid.models.latent_attention import LatentAttention, latent_layouts, latent_rows
 from hybrid.models.layers import MLP, Linear, ResidualLayer, RMSNorm
 from hybrid.models.moe import SharedMoE, expert_layouts
-from hybrid.models.weights import Layouts, Source, renamed
+from hybrid.models.weights import Layouts, renamed, with_names
 from hybrid.spec import HybridSpec
 
 EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -100,8 +100,4 @@ class KimiLinearForCausalLM(CausalLM):
         found = expert_layouts(parameter, config.num_local_experts, config.moe_intermediate_size, EXPERTS)
         found = found or kda_layouts(parameter, config) or latent_layouts(parameter, config)
         found = found or renamed(parameter, {".gate.choice_bias": ".gate.e_score_correction_bias"})
-        published = [
-            [Source(source.name.replace(".mlp.", ".block_sparse_moe."), source.rows, source.at) for source in each]
-            for each in found
-        ]
-        return (*found, *published)
+        return (*found, *with_names(found, {".mlp.": ".block_sparse_moe."}))

@@ -22,6 +22,7 @@ from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.falcon_h1 import FalconH1ForCausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
+from hybrid.models.gpt_oss import GptOssForCausalLM
 from hybrid.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from hybrid.models.jamba import JambaForCausalLM
 from hybrid.models.json_files import read_config
@@ -47,6 +48,7 @@ ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
     "falcon_h1": FalconH1ForCausalLM,
     "gemma3_text": Gemma3ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
     "granitemoehybrid": GraniteMoeHybridForCausalLM,
     "jamba": JambaForCausalLM,
     "kimi_linear": KimiLinearForCausalLM,

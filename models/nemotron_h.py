@@ -13,7 +13,7 @@ from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear, RMSNorm, Rotary, squared_relu
 from hybrid.models.mamba2 import Mamba2, Mamba2Sizes
 from hybrid.models.moe import SigmoidRouter, UngatedExperts, expert_layouts
-from hybrid.models.weights import Layouts, Source, renamed
+from hybrid.models.weights import Layouts, renamed, with_names
 from hybrid.spec import HybridSpec, TokenTensor
 
 NAMES = {
@@ -179,10 +179,4 @@ class NemotronHForCausalLM(CausalLM):
         names = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
         found = expert_layouts(parameter, config.n_routed_experts, config.moe_intermediate_size, names)
         found = found or renamed(parameter, NAMES)
-        published = [[Source(_published(source.name), source.rows, source.at) for source in each] for each in found]
-        return (*found, *published)
-
-
-def _published(name: str) -> str:
-    """The name of a tensor in a published checkpoint."""
-    return name.replace("model.", "backbone.", 1) if name.startswith("model.") else name
+        return (*found, *with_names(found, {"model.": "backbone."}))

@@ -1,10 +1,11 @@
 """Checkpoints whose weights other programs have quantized, as their `quantization_config` says.
 
-Read are 8-bit floats with a factor for each block (`fp8`), GPTQ, AWQ, and compressed-tensors with integers or 8-bit
-floats. Several tensors on disk make up a weight: integers, packed into numbers of 32 bits, scales, zero points, places
-of columns. What they stand for is read as one tensor with the name of the weight: `(q - zero) * scale`, without
-rounding where scales have 16 bits. Integers of four bits and fewer, and rows of 8-bit integers with one scale each,
-have a form in which they stay as they are (`Stored.form`); everything else is restored to floats while it is read.
+Read are 8-bit floats with a factor for each block (`fp8`), 4-bit floats with an exponent for each 32 (`mxfp4`), GPTQ,
+AWQ, and compressed-tensors with integers or 8-bit floats. Several tensors on disk make up a weight: integers, packed
+into numbers of 32 bits, scales, zero points, places of columns. What they stand for is read as one tensor with the name
+of the weight: `(q - zero) * scale`, without rounding where scales have 16 bits. Integers of four bits and fewer, and
+rows of 8-bit integers with one scale each, have a form in which they stay as they are (`Stored.form`); everything else
+is restored to floats while it is read.
 
 Activations are not quantized, whatever the configuration says of them.
 
@@ -80,6 +81,8 @@ def restored_tensors(path: Path, tensors: Mapping[str, Stored], quantization: An
             return _of_awq(tensors, settings)
         if method == "compressed-tensors":
             return _of_compressed_tensors(tensors, settings)
+        if method == "mxfp4":
+            return _of_mxfp4(tensors)
         return _of_blocks(tensors, settings)
     except KeyError as error:
         raise CheckpointError(
@@ -108,6 +111,8 @@ def _check(path: Path, method: Any, settings: Mapping[str, Any]) -> None:
     elif method == "fp8":
         if settings.get("weight_block_size") is None:
             reasons = ["fp8 with one factor per tensor"]
+    elif method == "mxfp4":
+        reasons = []
     elif method is None and "group_size" in settings:  # MLX names its settings alone
         name = "MLX"
         reasons = [f"MLX, {settings.get('bits', '?')} bits"]
@@ -118,7 +123,7 @@ def _check(path: Path, method: Any, settings: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{path}: its weights are quantized by {name:.50} in a way that is not supported: "
             f"{'; '.join(f'{reason:.200}' for reason in reasons)}. Read are fp8 with a weight_block_size, GPTQ, AWQ, "
-            f"and compressed-tensors with integers or 8-bit floats. Else {WAY_OUT}"
+            f"MXFP4, and compressed-tensors with integers or 8-bit floats. Else {WAY_OUT}"
         )
 
 
@@ -565,3 +570,57 @@ def _factors(stored: Stored, scale: Stored, block: tuple[int, ...]) -> Tensor:
             f"{block[0]} x {block[1]}"
         )
     return scale.tensor().float()
+
+
+# 4-bit floats with an exponent for each 32 of them (OCP Microscaling Formats, MXFP4), as experts of gpt-oss have
+
+FOUR_BIT_FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of the codes from 0 to 7; those from 8 on are these with a minus sign."""
+
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Ends of the names of tensors with codes, and of those with exponents."""
+
+EXPONENT_BIAS = 127
+"""Is subtracted from an exponent."""
+
+
+@dataclass(frozen=True)
+class FourBitFloats(RestoredTensor):
+    """4-bit floats with exponents. bfloat16 has their numbers without rounding.
+
+    Attributes:
+        codes: `[..., rows, blocks, 16]` uint8: two codes each, the low one first.
+        exponents: `[..., rows, blocks]` uint8.
+    """
+
+    codes: Stored
+    exponents: Stored
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """The numbers of rows from `begin` to `end`."""
+        count, blocks = end - begin, self.codes.shape[-2]
+        codes = self._bytes(self.codes, begin, (count, blocks, self.codes.shape[-1]))
+        exponents = self._bytes(self.exponents, begin, (count, blocks))
+        numbers = torch.tensor([*FOUR_BIT_FLOATS, *(-number for number in FOUR_BIT_FLOATS)])
+        both = numbers[torch.stack((codes & 15, codes >> 4), -1).long()].flatten(-2)
+        return torch.ldexp(both, exponents.int().unsqueeze(-1) - EXPONENT_BIAS).flatten(-2)
+
+    @staticmethod
+    def _bytes(stored: Stored, begin: int, shape: tuple[int, ...]) -> Tensor:
+        size = prod(shape)
+        return stored.part(begin * (size // shape[0]), shape, torch.empty(size, dtype=torch.uint8))
+
+
+def _of_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Restored tensors keep the names of those with codes: their matrices are the other way round than those of a
+    checkpoint that is not quantized."""
+    bases = _bases(tensors, BLOCKS)
+    found = {name: stored for name, stored in tensors.items() if name.removesuffix(EXPONENTS) not in bases}
+    for base in bases:
+        codes, exponents = tensors[base + BLOCKS], tensors[base + EXPONENTS]
+        fits = codes.dtype == exponents.dtype == torch.uint8 and codes.shape[:-1] == exponents.shape
+        _fits(fits, codes, "codes of 8 bits, and an exponent of 8 bits for each block of them")
+        *outer, blocks, size = codes.shape
+        shape = (*outer, 2 * blocks * size)
+        found[base + BLOCKS] = FourBitFloats(codes.path, base + BLOCKS, torch.bfloat16, shape, codes, exponents)
+    return found

@@ -175,6 +175,8 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
         has_predictor: it has the layer for multi-token prediction, whose pages come after those of the model's layers.
     """
 
+    rotates_partly: bool = True
+
     def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
         kinds = config.layer_types
         layers = (

@@ -36,6 +36,7 @@ from hybrid.batch import Batch, Group
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference.attention import gathered
+from hybrid.kernels.reference.scored_attention import Scores, paged_scored_attention, scored_attention
 from hybrid.models.engine_model import EngineModel
 from hybrid.models.torch_functions import use_torch_functions_on_cpu, without_kernels
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
@@ -104,20 +105,6 @@ class AttentionPlace:
     key_dim: int
     value_dim: int
     window: int | None
-
-
-class Scores(NamedTuple):
-    """How attention scores keys.
-
-    Attributes:
-        scale: of the products of queries and keys.
-        softcap: scores are bounded by it; None: they are not.
-        sinks: `[heads]` a score that each head has beside those of its keys; None: there is none.
-    """
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +256,17 @@ class Pass:
         """Attention of queries `[1, heads, T, dim]` over what was kept with `key`; `[1, T, heads, value_dim]`."""
         if self._alone is not None:
             new, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-            return _attention(new, keys, values, 0, scores, self._alone.window)[None]
+            return scored_attention(new, keys, values, 0, scores, self._alone.window)[None]
         _, place = self._rows[id(key)]
         rows, pages, parts = self._padded(query), self._pages(place), []
         for group in self._batch.groups:
+            where = group.block_table, group.cu_seqlens, group.seq_lens
             if place.window is None and scores.softcap is None and scores.sinks is None:
-                where = (group.block_table, group.cu_seqlens, group.seq_lens, scores.scale, self._chunk_size)
-                parts.append(kernels.paged_attention(rows[group.rows], pages, *where, group.num_splits))
+                own = (*where, scores.scale, self._chunk_size, group.num_splits)
+                parts.append(kernels.paged_attention(rows[group.rows], pages, *own))
             else:
-                parts.append(_paged_attention(rows[group.rows], pages, group, scores, place.window))
+                own = (*where, scores, self._chunk_size, place.window)
+                parts.append(paged_scored_attention(rows[group.rows], pages, *own))
         return torch.cat(parts)[None, ..., : place.value_dim].contiguous()
 
     def mix(
@@ -370,59 +359,6 @@ def _sequences(group: Group | None, batch: Batch) -> list[Sequence]:
         if pieces:
             sequences.append(Sequence(read, pieces, group.block_table[request], lengths[request]))
     return sequences
-
-
-def _paged_attention(query: Tensor, pages: Tensor, group: Group, scores: Scores, window: int | None) -> Tensor:
-    """Attention over pages with what `kernels.paged_attention` does not know, sequence by sequence.
-
-    Args:
-        query: `[T, heads, head_dim]`.
-        pages: one layer's, `[num_pages, 2, page_size, kv_heads, head_dim]`, or packed.
-        group: of the batch.
-        scores, window: as for `_attention`.
-    """
-    output, page_size = torch.zeros_like(query), pages.shape[2]
-    starts, lengths = group.cu_seqlens.tolist(), group.seq_lens.tolist()
-    for request, length in enumerate(lengths):
-        start, end = starts[request], starts[request + 1]
-        if start == end:
-            continue
-        first = 0 if window is None else max(0, length - (end - start) - window + 1) // page_size
-        table, before = group.block_table[request, first : -(-length // page_size)], first * page_size
-        keys, values = (gathered(pages[:, part], table, query.shape[-1], query.dtype) for part in (0, 1))
-        count = length - before
-        output[start:end] = _attention(query[start:end], keys[:count], values[:count], before, scores, window)
-    return output
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, first: int, scores: Scores, window: int | None) -> Tensor:
-    """Causal attention of the last Q tokens of a sequence in plain torch, in fp32.
-
-    Args:
-        query: `[Q, heads, head_dim]`.
-        key, value: `[K, kv_heads, dim]`.
-        first: position of the first key.
-        window: tokens that are seen, the token itself included; None: all.
-
-    Returns:
-        `[Q, heads, value_dim]`.
-    """
-    each, end = query.shape[1] // key.shape[1], first + len(key)
-    keys, values = (part.repeat_interleave(each, 1).float() for part in (key, value))
-    products = torch.einsum("qhd,khd->hqk", query.float(), keys) * scores.scale
-    if scores.softcap is not None:
-        products = scores.softcap * (products / scores.softcap).tanh()
-    at = torch.arange(end - len(query), end, device=query.device)[:, None]
-    position = torch.arange(first, end, device=query.device)
-    seen = position <= at
-    if window is not None:
-        seen &= position > at - window
-    products = products.masked_fill(~seen, float("-inf"))
-    if scores.sinks is not None:
-        beside = scores.sinks.float()[:, None, None].expand(-1, len(query), 1)
-        products = torch.cat([products, beside], -1)
-    weights = products.softmax(-1)[..., : len(key)]
-    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
 _current = threading.local()

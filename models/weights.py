@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -59,11 +59,13 @@ class Source:
         name: of the tensor on disk.
         rows: its rows to take, in this order; None: all.
         at: index of the part in the parameter; `()`: the whole parameter.
+        transposed: rows and columns of its matrices are the other way round.
     """
 
     name: str
     rows: Tensor | None = None
     at: tuple[int | slice, ...] = ()
+    transposed: bool = False
 
 
 Layouts = Sequence[Sequence[Source]]
@@ -76,9 +78,19 @@ def renamed(parameter: str, names: Mapping[str, str]) -> Layouts:
     Args:
         names: parts of names, and what they are on disk.
     """
-    for part, stored in names.items():
-        parameter = parameter.replace(part, stored)
-    return ((Source(parameter),),)
+    return with_names(((Source(parameter),),), names)
+
+
+def with_names(layouts: Layouts, names: Mapping[str, str]) -> Layouts:
+    """The same layouts, of tensors that have other names on disk. `names`: as for `renamed`."""
+
+    def name_of(source: Source) -> str:
+        name = source.name
+        for part, stored in names.items():
+            name = name.replace(part, stored)
+        return name
+
+    return [[replace(source, name=name_of(source)) for source in each] for each in layouts]
 
 
 @dataclass(frozen=True)
@@ -538,6 +550,8 @@ class Loader:
         shape = tuple(self.shapes[parameter])
         if source.rows is None:
             shape = tuple(torch.empty(shape, device="meta")[source.at].shape)
+            if source.transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
         else:  # its rows are distributed over several parameters
             shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
         if stored.shape != shape:
@@ -561,7 +575,13 @@ class Loader:
 
     def _fill(self, parameter: Tensor, source: Source, stored: Stored, on_read: Callable[[int], object]) -> None:
         target = parameter[source.at]
-        if source.rows is None:
+        if source.transposed:
+            shape = stored.shape[-2:]
+            buffer = torch.empty(prod(shape) * stored.dtype.itemsize, dtype=torch.uint8)
+            for index, matrix in enumerate(target.view(-1, *target.shape[-2:])):
+                matrix.copy_(stored.part(index * prod(shape), shape, buffer).t())
+            on_read(stored.num_bytes)
+        elif source.rows is None:
             self._copy(target, stored, 0, on_read)
         else:
             row, done = prod(stored.shape[1:]), 0

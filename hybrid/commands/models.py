@@ -30,6 +30,7 @@ KDA = "Kimi delta attention, convolution", "compiled", "plain torch"
 OLMO = "gated delta rule, convolution", "compiled", "plain torch"
 LIGHTNING = "lightning attention", "compiled", "plain torch"
 MAMBA1 = "Mamba-1, convolution", "compiled", "plain torch"
+SINKS = "sliding windows with sinks", "plain torch", "plain torch"
 SHORT = "short convolutions", "compiled", "plain torch"
 NOTHING = "none", "", ""
 
@@ -38,6 +39,7 @@ STATES: dict[str, tuple[str, str, str]] = {
     "bamba": MAMBA,
     "falcon_h1": MAMBA,
     "gemma3_text": WINDOWS,
+    "gpt_oss": SINKS,
     "granitemoehybrid": MAMBA,
     "jamba": MAMBA1,
     "kimi_linear": KDA,
@@ -139,6 +141,22 @@ PUBLISHED = (
             "mamba_n_heads": 24,
         },
     ),
+    Published("Olmo-Hybrid-7B", "OlmoHybridConfig", {}),
+    Published("Kimi-Linear-48B-A3B", "KimiLinearConfig", {}),
+    Published("Ling-3.0-Flash", "BailingHybridConfig", {}),
+    Published("Jamba-v0.1", "JambaConfig", {}),
+    Published(
+        "MiniMax-Text-01",
+        "MiniMaxConfig",
+        {
+            "num_attention_heads": 64,
+            "head_dim": 128,
+            "num_hidden_layers": 80,
+            "layer_types": _mixed(80, "linear_attention", 10),
+        },
+    ),
+    Published("gpt-oss-20b", "GptOssConfig", {"num_hidden_layers": 24}),
+    Published("gpt-oss-120b", "GptOssConfig", {}),
     Published("Llama-3.1-8B", "LlamaConfig", {"num_key_value_heads": 8}),
     Published("Qwen3-8B", "Qwen3Config", {"num_hidden_layers": 36, "num_key_value_heads": 8}),
 )

@@ -216,6 +216,18 @@ LIGHTNING: dict[str, Any] = {
     "mlp_beta_factor": 0.7,
 }
 
+SINKS: dict[str, Any] = {
+    **BASE,
+    "head_dim": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+    "sliding_window": 47,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "swiglu_limit": 0.9,  # some factors are above it
+}
+
 FULL: dict[str, Any] = {**BASE, "num_hidden_layers": 2, "head_dim": 20}
 
 
@@ -321,6 +333,24 @@ ALL_FAMILIES: dict[str, Family] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM", {**SINKS, "tie_word_embeddings": False}),
+    "gpt_oss, odd sizes, tied": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **SINKS,
+            "vocab_size": 777,
+            "hidden_size": 75,
+            "intermediate_size": 27,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 26,
+            "sliding_window": 125,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": True,
         },
     ),
     "granitemoehybrid": Family(

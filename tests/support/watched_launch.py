@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from triton.runtime import interpreter
 
 from support.program_order import WOVEN, Loom, sequence
@@ -130,6 +131,7 @@ def watched(watch: Watch) -> Iterator[Watch]:
     change(interpreter, "_patch_lang", lambda prepare: _prepare(prepare, ready))
     change(interpreter, "_get_np_dtype", _remembered)
     change(executor, "__call__", lambda launch: _launch(launch, watch, ready))
+    _device_constructors()  # torch remembers its own functions, which `with torch.device("meta")` replaces
     for owner, name in MAKERS:
         change(owner, name, _poisoned)
     try:
