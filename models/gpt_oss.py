@@ -61,13 +61,15 @@ class SinkWindowAttention(WindowAttention):
 
     def attend(self, *args: Any) -> Tensor:
         """Attention of prompts."""
-        return scored_window_attention(*args[:-1], Scores(self.scale, None, self.sinks), args[-1])
+        scores = Scores(self.scale, None, self.sinks)
+        return scored_window_attention(*args[:-1], scores=scores, chunk_size=args[-1])
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
         q, k, v, positions = inputs
-        pages, *places = ring_pages(k, v, positions, self._rings(state), steps)
-        return paged_scored_attention(q, pages, *places, Scores(self.scale, None, self.sinks), 1)
+        pages, table, starts, lengths = ring_pages(k, v, positions, self._rings(state), steps)
+        scores = Scores(self.scale, None, self.sinks)
+        return paged_scored_attention(q, pages, table, starts, lengths, scores, chunk_size=1)
 
 
 class BiasedRouter(ExpertRouter):
