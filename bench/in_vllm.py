@@ -30,7 +30,12 @@ CELLS = {
 }
 """Trace and gigabytes, and the hit rate that is to be reached, in percent."""
 
-SIDES: dict[str, dict[str, Any] | None] = {"vllm": None, "lru": {"policy": "lru"}, "lhd": {}}
+SIDES: dict[str, dict[str, Any] | None] = {
+    "vllm": None,
+    "lru": {"policy": "lru", "answers": False, "siblings": False, "ghost_branches": False},
+    "lhd": {},
+}
+"""Options of the plugin: `lru` keeps the states that vLLM keeps, and evicts as vLLM does."""
 
 
 def serve(folder: Path, name: str, gigabytes: float, side: str, width: int, limit: int | None) -> dict[str, Any]:

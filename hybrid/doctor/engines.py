@@ -21,7 +21,7 @@ from hybrid.vllm.installed import TESTED as VLLM_TESTED
 from hybrid.vllm.installed import installed_version
 
 ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
-    "vllm": ("vLLM's scheduler, block pool and states (0.33)", VllmScheduler, {}),
+    "vllm": ("vLLM's scheduler, block pool and states (0.33, or as it is installed)", VllmScheduler, {}),
     "sglang": ("SGLang's unified radix cache, and what its scheduler asks of it (0.5.23)", SglangScheduler, {}),
     "hybrid": ("this package, as it is by default", OwnCache, {"eviction": "lhd"}),
     "lru": ("this package's placement, and the least recently used is evicted", OwnCache, {"eviction": "lru"}),
@@ -31,6 +31,9 @@ ENGINES: dict[str, tuple[str, Callable[..., EngineModel], dict[str, Any]]] = {
 
 BOUND = "bound"
 """The name of what no engine can do better."""
+
+NAMES_AGAIN = ("0.32",)
+"""Releases of vLLM in which a state that is found is named once more, and not found before the next step."""
 
 
 def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> EngineModel:
@@ -48,7 +51,17 @@ def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> Engine
     if name not in ENGINES:
         raise ArgumentError(f"there is no engine {name!r}; there are: {', '.join([*ENGINES, BOUND])}")
     _, make, own = ENGINES[name]
+    if name == "vllm":
+        own = {"names_again": _names_again()}
     return make(sizes, memory, **{**own, **options})
+
+
+def _names_again() -> bool:
+    """Whether the vLLM that is installed is one of `NAMES_AGAIN`. Where none is, its model is of 0.33."""
+    try:
+        return ".".join(installed_version().split(".")[:2]) in NAMES_AGAIN
+    except VersionError:
+        return False
 
 
 class Installed(NamedTuple):

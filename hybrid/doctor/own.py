@@ -305,14 +305,29 @@ class OwnCache:
         return self._tree.admits(usage, position, above, kind is Kind.TURN_END, True)
 
     def _commit(self, running: OwnRunning, end: int) -> None:
-        """Give the tree all pages up to a position, and the states that are captured there."""
+        """Give the tree all pages up to a position, and the states that are captured there. Nothing is evicted
+        meanwhile, so that only where it ends is locked."""
+        node = running.node
         for position in sorted({*running.captured, *running.lost}):
             if 0 < position <= end:
-                self._insert(running, position)
+                node = self._insert(running, position, node)
         if end > running.num_shared * GRID:
-            self._insert(running, end)
+            node = self._insert(running, end, node)
+        old, shared = running.lock, running.num_shared * GRID
+        if node is not None and (old is None or old.node is not node or node.end > shared):
+            running.lock = self._tree.lock_pages(node, shared)
+            if old is not None:
+                self._tree.unlock(old)
 
-    def _insert(self, running: OwnRunning, end: int) -> None:
+    def _insert(self, running: OwnRunning, end: int, below: Node | None) -> Node | None:
+        """Give the tree pages up to a position, with the state there, if there is one.
+
+        Args:
+            below: where the pages of it end that the tree has.
+
+        Returns:
+            Where they end now.
+        """
         tree, num_pages = self._tree, end // GRID
         checkpoint = None
         if end in running.captured:
@@ -323,24 +338,20 @@ class OwnCache:
             end,
             self._some(num_pages),
             checkpoint,
-            running.node,
+            below,
             running.lost.pop(end, None),
             running.hashes,
         )
         if checkpoint is not None and not inserted.adopted:
             self._free += self._state
-        existing, old = inserted.num_existing // GRID, running.lock
-        lock = old if old is not None and old.node is inserted.node else None  # its node grew
-        if num_pages >= running.num_shared and (lock is None or inserted.node.end > end):
-            lock = tree.lock_pages(inserted.node, end)
+        existing = inserted.num_existing // GRID
         if existing > running.num_shared:  # the tree has had these: the request's own are given back
             self._free += self._page * (existing - running.num_shared)
             running.num_shared = existing
-        if lock is not None:
-            running.num_shared = max(num_pages, running.num_shared)
-            running.lock = lock
-            if old is not None and old is not lock:
-                tree.unlock(old)
+        if num_pages < running.num_shared:
+            return below
+        running.num_shared = num_pages
+        return inserted.node
 
     def _some(self, count: int) -> array[int]:
         """As many pages."""

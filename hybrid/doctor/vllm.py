@@ -46,6 +46,7 @@ class VllmScheduler:
         retention: where states are kept. 0: at the prompt's last block and where prompts part; None: at every end of a
             step.
         max_batched_tokens: tokens of a step.
+        names_again: as in vLLM 0.32, a state that is found is named once more (`VllmBlocks`).
 
     Raises:
         MemoryBudgetError: the memory does not hold a block of each group, and a second one.
@@ -63,6 +64,7 @@ class VllmScheduler:
         block_size: int | None = None,
         retention: int | None = 0,
         max_batched_tokens: int = MAX_BATCHED_TOKENS,
+        names_again: bool = False,
     ) -> None:
         self.block_size = block_size or sizes.vllm_block_size
         attention, states, block_bytes = sizes.vllm_groups(self.block_size)
@@ -75,7 +77,13 @@ class VllmScheduler:
                 f"{num_blocks + 1} of them fit; give at least {format_bytes((needed + 1) * block_bytes)}"
             )
         self._blocks = VllmBlocks(
-            attention, states, num_blocks, self.block_size, retention=retention, max_batched_tokens=max_batched_tokens
+            attention,
+            states,
+            num_blocks,
+            self.block_size,
+            retention=retention,
+            max_batched_tokens=max_batched_tokens,
+            names_again=names_again,
         )
 
     def serve(self, request: LoggedRequest) -> Hit:

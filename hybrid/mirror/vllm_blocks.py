@@ -61,6 +61,8 @@ class VllmBlocks:
         retention: where states are kept. None: at every end of a step; 0: at the prompt's last block and where prompts
             part; otherwise also at multiples of n tokens.
         max_batched_tokens: tokens of a step.
+        names_again: as vLLM 0.32: the step that begins at a prompt's last block names the state there once more,
+            so that it is not found before the next step.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class VllmBlocks:
         *,
         retention: int | None = 0,
         max_batched_tokens: int = MAX_BATCHED_TOKENS,
+        names_again: bool = False,
     ) -> None:
         self._attention, self._states = num_attention, num_states
         self._size = block_size
         self._retention, self._budget = retention, max_batched_tokens
+        self._names_again = names_again
         self._every = retention // block_size if retention else 0
         self._num_new = 0  # blocks that were taken from the memory so far: their number is the next one's name
         self._num_blocks = num_blocks
@@ -143,6 +147,10 @@ class VllmBlocks:
             for group, mine in enumerate(holding.tables):
                 self._name(group, mine, hashes, holding.cached[group], stop // size, holding.kept)
                 holding.cached[group] = max(holding.cached[group], stop // size)
+            if self._names_again and self._named is not None and self._states:
+                last = (holding.num_prompt - 1) // size
+                if last and stop // size == last and holding.tables[-1][last - 1] is not None:
+                    self._named.add(hashes[last - 1])
             holding.computed = stop
         return True
 

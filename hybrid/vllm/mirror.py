@@ -233,7 +233,8 @@ class Mirror:
         # every token of an answer: of all others nothing follows.
         if num_tokens // size <= num_pages and past > 1 and num_tokens % size != 1:
             return theirs(request, num_tokens)
-        answers = self._states if past > 0 and self.failure is None else ()
+        keeps = past > 0 and self._options.answers and self.failure is None
+        answers = self._states if keeps else ()
         for group in answers:
             group.cache_blocks = partial(self._cache_states, group.cache_blocks)
         try:
@@ -468,13 +469,15 @@ class Mirror:
         while not released.pages and not released.slots and self.pins.remove_next_to_expire():
             self.counts.ended_pins += 1
             released = self.tree.evict_one(num_pages)
-        pages = (page for part in released.pages.parts for page in part)
-        gone = [*chain.from_iterable(chain(pages, released.slots))]
-        for block in gone:
-            self._owned.discard(block.block_id)
-            self._pool._maybe_evict_cached_block(block)
-            self._queue.let_go(block)
-        return bool(gone)
+        owned, let_go, forget = self._owned, self._queue.let_go, self._pool._maybe_evict_cached_block
+        found = False
+        for of_a_page in chain(chain.from_iterable(released.pages.parts), released.slots):
+            found = True
+            for block in of_a_page:
+                owned.discard(block.block_id)
+                forget(block)
+                let_go(block)
+        return found
 
     def _give_up(self) -> None:
         """Give up locks that protect free blocks. A request may have computed pages again that the tree has, in blocks

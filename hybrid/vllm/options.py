@@ -20,11 +20,15 @@ class VllmOptions(MirrorOptions):
     Attributes:
         policy: of eviction, one of `hybrid.tree.policies.POLICIES`, with options as in "flop_aware:alpha=0.5" or
             without.
+        ghost_branches: on, since it has found far more than its passes cost.
         siblings: a prompt's state is also made where requests that wait part from it.
+        answers: the state at the last block of an answer is kept.
     """
 
+    ghost_branches: bool = True
     policy: str = "lhd"
     siblings: bool = True
+    answers: bool = True
 
     @classmethod
     def of(cls, additional_config: Any) -> VllmOptions:

@@ -1,7 +1,6 @@
 """The doctor replays on vLLM's own scheduler where it is installed, and its model of it hits the same, request by
 request: one after the other, several at a time, and by the times of the log."""
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ def test_the_model_hits_what_the_scheduler_hits(gigabytes: float, pace: Pace) ->
     }
     assert sum(hit.num_tokens for hit in theirs.values()) > 0
     differing = [number for number, hit in ours.items() if hit.num_tokens != theirs[number].num_tokens]
-    # In 0.32 a state that is found is named once more, and what else finds it waits for the next step; in 0.33, which
-    # is modelled, it does not. With several at a time and little room two requests may find other things by it.
-    assert len(differing) <= (2 if version("vllm").startswith("0.32.") and pace.concurrency != 1 else 0), differing
+    assert not differing
 
 
 def test_the_report_says_what_was_replayed_on(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_lru_hits_what_the_plain_queue_hits() -> None:
     for name in ("plain", "lru"):
         manager = Manager(60)
         if name == "lru":
-            Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(policy="lru"))
+            Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(policy="lru", ghost_branches=False))
         service = Service(manager)
         hits[name] = sum(service.serve(prompt) or 0 for prompt in prompts(2, 500))
     assert hits["plain"] > 1000
@@ -131,13 +131,14 @@ def test_the_learned_policy_hits_more_than_lru_where_few_prompts_come_again() ->
     assert hits[1] > 1.2 * hits[0]
 
 
-def test_the_state_at_the_last_block_of_an_answer_is_kept() -> None:
-    manager, beside = mirrored(64)
+@pytest.mark.parametrize(("answers", "hit"), [(True, 20), (False, 8)])
+def test_the_state_at_the_last_block_of_an_answer_is_kept(answers: bool, hit: int) -> None:
+    manager, beside = mirrored(64, answers=answers)
     service, prompt = Service(manager), [*range(10)]
     assert service.serve(prompt, [*range(10, 21)]) == 0
-    assert service.serve([*range(23)]) == 20
+    assert service.serve([*range(23)]) == hit
     kinds = {node.end: node.usage.kind for _, node in beside.tree.nodes() if node.slot is not None}
-    assert kinds[5 * mirror.WORDS] is Kind.TURN_END
+    assert kinds.get(5 * mirror.WORDS) is (Kind.TURN_END if answers else Kind.BRANCH)
     assert kinds[2 * mirror.WORDS] is Kind.PROMPT_END
 
 
