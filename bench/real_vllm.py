@@ -296,7 +296,7 @@ def server(model: Path, side: str, blocks: int, folder: Path) -> Iterator[tuple[
             raise RuntimeError(f"vllm serve, {side}:\n{shown}") from error
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(600)
 
 
 async def over_http(address: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _configuration(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        if path.exists() and not (path / "config.json").is_file():
+        if path.is_dir() and not (path / "config.json").is_file():
             raise OSError("no folder with a config.json")
         return AutoConfig.from_pretrained(path).get_text_config()
     except Exception as error:  # transformers raises many kinds for a malformed configuration
@@ -112,7 +112,7 @@ class Sizes:
         """The sizes of a model, by name or by hand.
 
         Args:
-            model: a folder with a config.json, this file, a hub id, or bytes per token and per state as
+            model: a folder with a config.json, such a file of any name, a hub id, or bytes per token and per state as
                 "32768,51511296", with the numbers of layers that keep them if they are not 8 and 24:
                 "32768,51511296,8,24". Of a hub id the configuration alone is downloaded.
 
@@ -131,7 +131,7 @@ class Sizes:
             layers = numbers[2:] or [8, 24]
             return cls(numbers[0], numbers[1], layers[0], layers[1], str(model))
         path = TINY if model == "tiny" else Path(model)
-        config = _configuration(path.parent if path.name == "config.json" else path)
+        config = _configuration(path)
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         family = ARCHITECTURES.get(config.model_type)
         if family is not None:
