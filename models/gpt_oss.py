@@ -61,8 +61,9 @@ class SinkWindowAttention(WindowAttention):
 
     def attend(self, *args: Any) -> Tensor:
         """Attention of prompts."""
-        scores = Scores(self.scale, None, self.sinks)
-        return scored_window_attention(*args[:-1], scores=scores, chunk_size=args[-1])
+        *inputs, chunk_size = args
+        given: list[Any] = [*inputs, Scores(self.scale, None, self.sinks), chunk_size]
+        return scored_window_attention(*given)
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""

@@ -265,8 +265,8 @@ class Pass:
                 own = (*where, scores.scale, self._chunk_size, group.num_splits)
                 parts.append(kernels.paged_attention(rows[group.rows], pages, *own))
             else:
-                own = (*where, scores, self._chunk_size, place.window)
-                parts.append(paged_scored_attention(rows[group.rows], pages, *own))
+                how = scores, self._chunk_size, place.window
+                parts.append(paged_scored_attention(rows[group.rows], pages, *where, *how))
         return torch.cat(parts)[None, ..., : place.value_dim].contiguous()
 
     def mix(
