@@ -32,13 +32,14 @@ class Poster:
     def __init__(self, address: str, key: str = "none") -> None:
         self.address = address
         self.headers = {"authorization": f"Bearer {key}"}
+        self._client = httpx.Client(base_url=address, headers=self.headers, timeout=60, verify=False)
 
     def __call__(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.address + path, json={"model": "tiny"} | body, headers=self.headers, timeout=60)
+        return self._client.post(path, json={"model": "tiny"} | body)
 
     def raw(self, path: str, body: Any) -> httpx.Response:
         """Post any JSON, lone surrogates included."""
-        return httpx.post(self.address + path, content=json.dumps(body).encode(), headers=self.headers, timeout=60)
+        return self._client.post(path, content=json.dumps(body).encode())
 
     def chat(self, **body: Any) -> httpx.Response:
         """A chat completion."""
@@ -46,7 +47,7 @@ class Poster:
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         """What is at a path."""
-        return httpx.get(self.address + path, headers=self.headers | headers, timeout=60)
+        return self._client.get(path, headers=headers)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
