@@ -55,8 +55,13 @@ class LoopCall:
                 self._loop.call_soon(self)
 
 
+Passed = Callable[[RequestOutput], "asyncio.Future[None] | None"]
+"""Takes an output in the event loop. It returns what ends when the next one can be taken; None: that is at once."""
+
+
 class Inbox:
-    """The outputs of one request, for its one reader.
+    """The outputs of one request, for its one reader. A function may take all but the last, in the event loop, without
+    the reader's task.
 
     Args:
         only_ends: the reader wants the last output alone.
@@ -66,6 +71,7 @@ class Inbox:
         loop: the event loop that it is read in.
         only_ends, awaits_acceptance: as given.
         request_id: of the request of the engine; None: the engine has not taken it.
+        passed: takes all outputs but the last; None: the reader does.
     """
 
     def __init__(self, *, only_ends: bool = False, awaits_acceptance: bool = False) -> None:
@@ -73,6 +79,8 @@ class Inbox:
         self.only_ends = only_ends
         self.awaits_acceptance = awaits_acceptance
         self.request_id: str | None = None
+        self.passed: Passed | None = None
+        self._is_passing = False  # what was passed on is not taken yet
         self._lock = threading.Lock()
         self._accepted: Accepted | None = None
         self._latest: RequestOutput | None = None
@@ -103,7 +111,34 @@ class Inbox:
 
     def wake(self) -> None:
         """There is something to read."""
-        self._arrived.set()
+        if self.passed is None or not (self._is_passing or self._pass_on(self.passed)):
+            self._arrived.set()
+
+    def _pass_on(self, passed: Passed) -> bool:
+        """Pass the latest output on. Returns whether nothing is left for the reader: the last one is, and an error."""
+        with self._lock:
+            latest, error = self._latest, self._error
+            if error is not None or latest is None or latest.finish_reason is not None or self._is_closed:
+                return False
+            self._latest = None
+        if latest is self._read:  # it may be put twice
+            return True
+        before, self._read = self._read, latest
+        try:
+            waiting = passed(latest.since(before))
+        except Exception as failure:
+            self.fail(failure)
+            return False
+        if waiting is not None:
+            self._is_passing = True
+            waiting.add_done_callback(self._was_passed)
+        return True
+
+    def _was_passed(self, waiting: asyncio.Future[None]) -> None:
+        self._is_passing = False
+        if not waiting.cancelled() and (failure := waiting.exception()) is not None:
+            self.fail(failure)
+        self.wake()
 
     def close(self) -> None:
         """Nothing more is wanted: a reader that waits gets nothing."""
@@ -189,10 +224,16 @@ class LoopNotifier:
 
     def _wake(self) -> None:
         with self._lock:
-            for inbox in self._waiting:
-                inbox.wake()
+            inboxes = [*self._waiting]
             self._waiting.clear()
             self._is_due = False
+        try:
+            for inbox in inboxes:
+                inbox.wake()
+        except BaseException:
+            with self._lock:  # this is called again then
+                self._waiting.update(dict.fromkeys(inboxes))
+            raise
 
 
 @dataclass(frozen=True, eq=False)

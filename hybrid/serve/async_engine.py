@@ -24,7 +24,7 @@ from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt, num_bytes
-from hybrid.serve.admission import Inbox, PendingPrompt
+from hybrid.serve.admission import Inbox, Passed, PendingPrompt
 from hybrid.serve.engine_thread import EngineThread
 from hybrid.speculation.config import SpeculationConfig
 
@@ -101,6 +101,35 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if output.finish_reason is not None:
             self._end()
         return output
+
+    async def pass_on(self, function: Passed) -> RequestOutput | None:
+        """Wait for the last output, and have a function take all others as they come. It is called in the event loop,
+        and not in this task, so that none is woken for each token. Where it returns something to wait for, outputs that
+        come meanwhile are one.
+
+        Returns:
+            The last output, which the function was not called with; None: the stream was closed before.
+
+        Raises:
+            Exception: that of the function, or of what it returned. The request is aborted.
+            HybridError: as for reading.
+        """
+        if self._inbox is None:
+            self._thread.ask([self.begin()])
+            assert self._inbox is not None
+        self._inbox.passed = function
+        try:
+            async for output in self:
+                if output.finish_reason is not None:
+                    return output
+                if (waiting := function(output)) is not None:  # it had come before
+                    await waiting
+            return None
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._inbox.passed = None
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybrid.engine.output import Completion, RequestOutput
 from hybrid.prompts.answer_parser import ToolCall
@@ -15,8 +14,7 @@ MIN_LOGPROB = -9999.0
 """Stands for the logarithm of zero, which JSON does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerChange:
+class AnswerChange(NamedTuple):
     """What is new of one answer.
 
     Attributes:
@@ -73,7 +71,7 @@ def whole(output: RequestOutput) -> list[AnswerChange]:
     for answer in output.outputs:
         change = _change(answer, output, answer.text, answer.token_ids, answer.logprobs)
         if (parts := answer.parsed) is not None:
-            change = replace(change, text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
+            change = change._replace(text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
         found.append(change)
     return found
 
@@ -84,7 +82,7 @@ def _change(
     change = AnswerChange(answer.index, text, tokens, logprobs, answer.finish_reason, output.token_bytes)
     if (new := answer.parsed) is None:
         return change
-    return replace(change, text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
+    return change._replace(text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
 
 
 def chat_logprobs(change: AnswerChange, top: int) -> list[dict[str, Any]]:

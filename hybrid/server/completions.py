@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -100,6 +99,7 @@ class CompletionWriter:
         self._changes = [Changes(params.n) for _ in range(num_prompts)]
         self._characters: dict[int, int] = {}
         self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": server.name}
+        self._start = b"data: " + orjson.dumps(self._head)[:-1] + b","
 
     def begin(self, streams: Sequence[OutputStream]) -> bytes:
         """The prefix, if there is one."""
@@ -126,14 +126,14 @@ class CompletionWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answers and the usage."""
         choices = [
-            self._choice(at, replace(change, text=self._prefix + change.text))
+            self._choice(at, change._replace(text=self._prefix + change.text))
             for at, output in enumerate(outputs)
             for change in whole(output)
         ]
         return self._head | {"choices": choices, "usage": usage_of(outputs)}
 
     def _event(self, more: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._head | more) + b"\n\n"
+        return self._start + orjson.dumps(more)[1:] + b"\n\n"
 
     def _choice(self, at: int, change: AnswerChange) -> dict[str, Any]:
         index, top = at * self._params.n + change.index, self._params.logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
@@ -15,6 +15,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ClosedError
 from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
+from hybrid.serve.admission import Passed
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of
@@ -255,7 +256,10 @@ class Server:
             await call.send(begin)
 
         async def pass_on(at: int, stream: OutputStream) -> RequestOutput:
-            return await reading.last(at, stream, lambda output: call.send(writer.piece(at, output)))
+            def pass_piece(output: RequestOutput) -> asyncio.Future[None] | None:
+                return call.send_now(events) if (events := writer.piece(at, output)) else None
+
+            return await reading.last(at, stream, pass_piece)
 
         try:
             if len(streams) == 1:
@@ -313,25 +317,27 @@ class CallReader:
         self.failure = HttpError(504, f"the request took more than {seconds:g} seconds, which is this server's limit")
         self.abort()
 
-    async def last(
-        self, at: int, stream: OutputStream, passed: Callable[[RequestOutput], Awaitable[None]] | None = None
-    ) -> RequestOutput:
+    async def last(self, at: int, stream: OutputStream, passed: Passed | None = None) -> RequestOutput:
         """The last output of a prompt.
 
         Args:
             at: number of the prompt.
-            passed: called with each output.
+            passed: takes each output.
 
         Raises:
             HttpError: the request failed, or its time is over, or the client left.
         """
-        record, output = self._records[at], None
-        async for output in stream:
+        record = self._records[at]
+
+        def take(output: RequestOutput) -> asyncio.Future[None] | None:
             record.output = output
-            if output.finish_reason == "error":
-                break
-            if passed is not None:
-                await passed(output)
+            return passed(output) if passed is not None else None
+
+        output = await stream.pass_on(take)
+        if output is not None:
+            record.output = output
+            if output.finish_reason != "error" and passed is not None and (waiting := passed(output)) is not None:
+                await waiting
         if self.failure is not None:
             raise self.failure
         if output is None or output.finish_reason in (None, "abort"):

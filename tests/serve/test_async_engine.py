@@ -171,6 +171,57 @@ def test_a_reader_that_is_slow_gets_long_deltas_and_holds_up_nothing() -> None:
     run(test)
 
 
+def test_outputs_are_passed_to_a_function_until_the_last_one() -> None:
+    async def test() -> None:
+        async with echoing() as engine:
+            ids = [[5, at] * 20 for at in range(8)]
+            params = greedy(12)
+            expected = [output.token_ids for output in await engine.generate(ids, params)]
+            streams = await engine.submit_all(ids, params)
+
+            async def passed(at: int, stream: Any) -> tuple[list[int], int]:
+                found: list[int] = []
+                calls = 0
+
+                def take(output: RequestOutput) -> asyncio.Future[None] | None:
+                    nonlocal calls
+                    calls += 1
+                    found.extend(output.delta_token_ids)
+                    return asyncio.ensure_future(asyncio.sleep(0.05)) if at % 2 else None  # a slow one
+
+                last = await stream.pass_on(take)
+                assert last.finish_reason == "length" and last.token_ids == found + last.delta_token_ids
+                return last.token_ids, calls
+
+            results = await asyncio.gather(*(passed(at, stream) for at, stream in enumerate(streams)))
+            assert [ids for ids, _ in results] == expected
+            assert all(calls > 0 for _, calls in results)
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_function_that_fails_ends_its_stream_alone(is_late: bool) -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002) as engine:
+            other = asyncio.create_task(read(engine, [1] * 40, 40))
+            stream = await engine.submit([7] * 40, greedy(400))
+
+            async def failing() -> None:
+                raise ValueError("it is full")
+
+            def take(output: RequestOutput) -> asyncio.Future[None] | None:
+                if is_late:
+                    return asyncio.ensure_future(failing())
+                raise ValueError("it is full")
+
+            with pytest.raises(ValueError, match="it is full"):
+                await stream.pass_on(take)
+            assert len((await other).token_ids) == 40
+
+    run(test)
+
+
 def test_an_event_loop_that_is_held_up_holds_up_nothing() -> None:
     async def test() -> None:
         async with echoing() as engine:
@@ -268,6 +319,8 @@ def test_a_request_is_aborted_by_its_id() -> None:
             second = asyncio.create_task(read(engine, ids(20), 900, request_id="second"))
             third = asyncio.create_task(read(engine, ids(20), 900, request_id="third"))
             while engine.stats().waiting != 2:
+                await asyncio.sleep(0.001)
+            while await engine.call(lambda own: own.scheduler.waiting.num_requests) != 1:  # the second is encoded
                 await asyncio.sleep(0.001)
             await engine.abort("third")
             with pytest.raises(RequestError, match="third was aborted before the engine took it"):
