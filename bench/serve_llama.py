@@ -3,7 +3,7 @@ shared beginning.
 
     python bench/serve_llama.py --llama-server PATH --llama-source DIR
 
-`--llama-source` is llama.cpp's source, whose converter writes the checkpoint as GGUF; `--llama-server` what was built of
+`--llama-source` is llama.cpp's source, whose converter writes the checkpoint as GGUF; `--llama-server` was built of
 it. Both servers compute in bfloat16 with one thread, take turns, and get prompts as token ids. CPU time is that of all
 threads of a server's process, for all streams of a run.
 """
