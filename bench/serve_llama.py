@@ -164,7 +164,7 @@ def main() -> None:
         write_model(folder)
         gguf = folder / "model.gguf"
         converting = [sys.executable, "-c", CONVERT, args.llama_source, str(folder), "--outfile", str(gguf)]
-        subprocess.run([*converting, "--outtype", "bf16"], check=True, capture_output=True)
+        subprocess.run([*converting, "--outtype", "bf16", "--no-mtp"], check=True, capture_output=True)
         ports = free_port(), free_port()
         llama = [args.llama_server, "-m", str(gguf), "--port", str(ports[0]), "-np", str(most), "-t", "1", "-tb", "1"]
         llama += ["-c", str(most * (args.prompt + args.tokens + 64)), "--kv-unified"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hybrid.engine.output import Completion, RequestOutput
 from hybrid.prompts.answer_parser import ToolCall
@@ -14,7 +15,8 @@ MIN_LOGPROB = -9999.0
 """Stands for the logarithm of zero, which JSON does not have."""
 
 
-class AnswerChange(NamedTuple):
+@dataclass(slots=True)  # not frozen: one is made for each token
+class AnswerChange:
     """What is new of one answer.
 
     Attributes:
@@ -71,7 +73,7 @@ def whole(output: RequestOutput) -> list[AnswerChange]:
     for answer in output.outputs:
         change = _change(answer, output, answer.text, answer.token_ids, answer.logprobs)
         if (parts := answer.parsed) is not None:
-            change = change._replace(text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
+            change = replace(change, text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
         found.append(change)
     return found
 
@@ -82,7 +84,7 @@ def _change(
     change = AnswerChange(answer.index, text, tokens, logprobs, answer.finish_reason, output.token_bytes)
     if (new := answer.parsed) is None:
         return change
-    return change._replace(text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
+    return replace(change, text=new.delta_content, reasoning=new.delta_reasoning, calls=new.delta_tool_calls)
 
 
 def chat_logprobs(change: AnswerChange, top: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -126,7 +127,7 @@ class CompletionWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answers and the usage."""
         choices = [
-            self._choice(at, change._replace(text=self._prefix + change.text))
+            self._choice(at, replace(change, text=self._prefix + change.text))
             for at, output in enumerate(outputs)
             for change in whole(output)
         ]
