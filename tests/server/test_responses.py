@@ -62,10 +62,10 @@ def test_why_the_prompt_of_another_response_was_not_cached_is_said(post: Poster)
         "input": asked(first["id"], "Another."),
         "tools": asked(first["id"], tools=[WEATHER], tool_choice="none"),
     }.items():
-        told = found["prompt_cache_diagnostics"]
-        assert (told["type"], told["reason"]) == ("cache_miss", f"{reason}_changed")
+        why = found["prompt_cache_diagnostics"]
+        assert (why["type"], why["reason"]) == ("cache_miss", f"{reason}_changed")
         usage = found["usage"]
-        assert told["cache_missed_tokens"] == usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+        assert why["cache_missed_tokens"] == usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
     assert asked("resp_never")["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
