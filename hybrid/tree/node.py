@@ -44,7 +44,7 @@ class Tenant:
     num_checkpoints: int = 0
 
 
-NOBODY = Tenant(0)
+NO_TENANT = Tenant(0)
 """The owner of roots, which have nothing."""
 
 
@@ -239,7 +239,7 @@ class Node:
     )  # fmt: skip
 
     def __init__(
-        self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage, owner: Tenant = NOBODY
+        self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage, owner: Tenant = NO_TENANT
     ) -> None:
         self.parent: Node | None = parent
         self.run: Run = run

@@ -32,7 +32,7 @@ from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     NO_MATCH,
-    NOBODY,
+    NO_TENANT,
     Checkpoint,
     EvictedCheckpoint,
     Inserted,
@@ -108,7 +108,7 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
-        self._latest_tenant: tuple[str | None, Tenant] = None, NOBODY
+        self._latest_tenant: tuple[str | None, Tenant] = None, NO_TENANT
         self._tenant_numbers = count(1)
         self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
