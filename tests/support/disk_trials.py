@@ -33,7 +33,7 @@ NUMBERS = range(120)
 TORN_LIMIT = 400_000
 """Bytes of a disk on which six copies are one segment."""
 
-NO_TENANT = 65534
+NOBODY = 65534
 
 
 def child(run: Callable[[], None]) -> int:
@@ -214,7 +214,7 @@ def user(path: Path) -> dict[str, int]:
     is_root = os.geteuid() == 0
     path.mkdir(mode=0o755)
     if is_root:
-        os.chown(path, NO_TENANT, NO_TENANT)
+        os.chown(path, NOBODY, NOBODY)
         os.chmod(path.parent, 0o755)
 
     def become(uid: int) -> None:
@@ -223,14 +223,14 @@ def user(path: Path) -> dict[str, int]:
             os.setuid(uid)
 
     def write() -> None:
-        become(NO_TENANT)
+        become(NOBODY)
         tier = tier_at(path, num_bytes=10**6)
         fill(tier, NUMBERS)
         tier.close()
         os.chmod(path, 0o500)
 
     def read_only() -> None:
-        become(NO_TENANT)
+        become(NOBODY)
         before = sorted(file.name for file in path.iterdir())
         tier = tier_at(path, num_bytes=10**6)
         assert "it cannot be written" in tier.report[0], tier.report
@@ -246,7 +246,7 @@ def user(path: Path) -> dict[str, int]:
     def foreign() -> None:
         os.chmod(path, 0o755)
         if is_root:
-            become(NO_TENANT - 1)
+            become(NOBODY - 1)
             tier = tier_at(path, num_bytes=10**6)
             assert tier.failure is not None and "belongs to another user" in tier.failure, tier.failure
             assert count_right(tier, NUMBERS) == 0
@@ -261,13 +261,13 @@ def user(path: Path) -> dict[str, int]:
             fill(tier, NUMBERS)
             tier.close()
             file = sorted(own.glob("*.safetensors"))[0]
-            os.chown(file, NO_TENANT, NO_TENANT)
+            os.chown(file, NOBODY, NOBODY)
             tier = tier_at(own, num_bytes=10**6)
             assert "of another user" in tier.report[0]
             assert 0 < count_right(tier, NUMBERS) < len(NUMBERS)
             assert file.exists(), "it is not ours to remove"
             tier.close()
-            os.chown(own / "manifest.sqlite", NO_TENANT, NO_TENANT)
+            os.chown(own / "manifest.sqlite", NOBODY, NOBODY)
             tier = tier_at(own, num_bytes=10**6)
             assert tier.failure is not None and "belongs to another user" in tier.failure
             assert count_right(tier, NUMBERS) == 0
