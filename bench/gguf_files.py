@@ -156,8 +156,8 @@ FAMILIES: dict[str, Family] = {
         {
             **BASE,
             "head_dim": 64,
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "num_hidden_layers": 4,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 64,
@@ -196,7 +196,7 @@ for model_class in classes(TextModel):
 with open(model + "/config.json") as file_:
     config = json.load(file_)
 if config["model_type"] == "nemotron_h":  # transformers' class would add experts to a dense model
-    ModelBase.load_hparams = staticmethod(lambda *_: dict(config))
+    ModelBase.load_hparams = staticmethod(lambda *_, **__: dict(config))
 sys.argv = ["convert", model, "--outfile", file, "--outtype", kind]
 sys.argv += ["--no-mtp"] * config["model_type"].startswith("qwen3_5")
 program.main()
