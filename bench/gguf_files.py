@@ -225,7 +225,9 @@ def write_checkpoint(folder: Path, family: Family) -> None:
         config["num_hidden_layers"] = len(kinds)
         config["rms_norm_eps"] = config["layer_norm_epsilon"]
         if "moe" not in kinds:
-            config = {name: value for name, value in config.items() if "expert" not in name and "moe" not in name}
+            of_experts = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+            left_out = {name for name in config if "expert" in name or "moe" in name or name in of_experts}
+            config = {name: value for name, value in config.items() if name not in left_out}
     file.write_text(json.dumps(config))
 
 
