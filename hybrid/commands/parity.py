@@ -186,7 +186,7 @@ chosen among experts nearer to each other. Products with them have the bits of p
 MAX_ERRORS = 1.5
 """Largest error allowed in another type, in errors of transformers' own model in that type."""
 
-MAX_QUANTIZATION_ERRORS = {"int8": 0.3, "int4": 1.3}
+MAX_QUANTIZATION_ERRORS = {"int8": 0.4, "int4": 1.3}
 """Largest error allowed of logits of quantized weights, as a fraction of the checkpoint's. Random weights of a hundred
 columns bear four bits badly; logits that have nothing to do with each other differ by 1.4."""
 
