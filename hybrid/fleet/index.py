@@ -15,7 +15,7 @@ FEW = 24
 """Members of a set that are taken one by one; more are unpacked together."""
 
 MAX_DEPTHS = 64
-"""Depths that are kept apart, the deepest first, so that the time of a choice does not grow with the replicas. Others
+"""Depths that are distinguished, the deepest first: the time of a choice does not grow with the replicas. Others
 count as having the pages that all of them have, and no checkpoint."""
 
 Depths = np.ndarray[tuple[int], np.dtype[np.float64]]

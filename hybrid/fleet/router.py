@@ -18,6 +18,10 @@ MARKS: list[int] = sorted({step * 2**octave for octave in range(32) for step in 
 """Pages at the ends of which prompts under way are looked for: eight in each octave, so that a long prompt has few."""
 
 
+SETTLES = 2.0
+"""Seconds after which the events of a prompt have come. Until then its session's next prompt finds it at its home."""
+
+
 class Reservation:
     """A request at the replica that was chosen for it. From then on its work counts there, and what it computes counts
     as about to be there.
@@ -163,6 +167,11 @@ class Router:
             if leader.session is not own:  # a fan-out stays together; a session has its home
                 found = found._replace(checkpoints=known.copy())
                 found.checkpoints[leader.replica] = max(known[leader.replica], led)
+        if own.latest is not None and now < own.used + SETTLES:
+            replica, others = own.latest
+            pages = range(min(len(names), len(others)))
+            num_shared = bisect_left(pages, True, key=lambda at: names[at] != others[at])
+            found.pages[replica] = max(found.pages[replica], num_shared * size)
         home = own.home if own.home in self._replicas else None
         loads = Loads(len(self._replicas), self._queued, self._live, self._lately)
         cost = costs(self._weights, num_tokens, found, loads, home)
@@ -185,6 +194,7 @@ class Router:
             own.shared = max(float(found.pages[best]), expected)
         self._move(own, best, max(own.own, num_tokens - own.shared))
         own.under_way += 1
+        own.latest = best, names
         self._sessions.use(own, now)
         self._leading.update(zip(marks, repeat(reservation)))
         return reservation

@@ -26,9 +26,10 @@ class Session:
         num_pages: of its last prompt.
         names: digests by which it is recognised.
         key: by which it is found; None: by its names.
+        latest: the replica of its last request, and the names of its pages; None: it had none.
     """
 
-    __slots__ = ("home", "key", "names", "num_pages", "own", "shared", "under_way", "used")
+    __slots__ = ("home", "key", "latest", "names", "num_pages", "own", "shared", "under_way", "used")
 
     def __init__(self, key: str | None) -> None:
         self.key: str | None = key
@@ -39,6 +40,7 @@ class Session:
         self.under_way: int = 0
         self.num_pages: int = 0
         self.names: list[bytes] = []
+        self.latest: tuple[int, Sequence[bytes]] | None = None
 
 
 SHARED = Session(None)

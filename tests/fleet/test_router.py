@@ -92,7 +92,18 @@ def test_a_session_whose_home_has_lost_its_prompt_goes_where_least_was_computed(
     assert following.replica == home.replica
     router.ended(following)
     router.apply(home.replica, [pages(names_of(*path), False), checkpoint(names_of(*path), False)])
-    assert router.choose(*prompt(*path, 5, 6), now=3.0, session="ann").replica != home.replica
+    assert router.choose(*prompt(*path, 5, 6), now=30.0, session="ann").replica != home.replica
+
+
+def test_a_next_turn_that_comes_before_the_events_of_the_last_one_goes_home() -> None:
+    router = router_of(2)
+    path = range(100, 200)
+    home = router.choose(*prompt(*path), now=0.0, session="ann")
+    router.ended(home)  # what the replica has now is not known yet
+    following = router.choose(*prompt(*path, 5), now=0.1, session="ann")
+    assert (following.replica, following.promised) == (home.replica, 0)
+    router.ended(following)
+    assert router.choose(*prompt(*path, 5, 6), now=5.0, session="ann").replica != home.replica  # it was evicted
 
 
 def test_load_beyond_the_patience_takes_a_session_from_home() -> None:
