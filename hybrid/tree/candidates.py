@@ -18,10 +18,10 @@ from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from random import Random
 from types import MethodType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -195,7 +195,8 @@ class Candidates:
         """
         if node.parent is None:
             return
-        key, queues = id(node), self._of(node)
+        key = id(node)
+        queues = self._own.get(node.owner, self._others) if self._own else self._others  # `_of`: this is called often
         if node.slot is None:
             if not node.children and not node.page_locks and (renewed or key not in queues.tails.settled):
                 queues.tails.push(node, renewed)
@@ -221,38 +222,38 @@ class Candidates:
 
     def next_checkpoint(self) -> Node | None:
         """Remove and return the checkpoint to evict first."""
-        return self._taken(self._first(Queues.first_checkpoint, pages=False))
+        return self._next(CHECKPOINTS, pages=False)
 
     def next_leaf(self) -> Node | None:
         """Remove and return the leaf to evict first."""
-        return self._taken(self._first(Queues.first_leaf, checkpoints=False))
+        return self._next(LEAVES, checkpoints=False)
 
     def next_of_all(self) -> Node | None:
         """Remove and return the checkpoint or tail to evict first."""
-        return self._taken(self._first(Queues.first_of_all))
+        return self._next(CHECKPOINTS)
 
-    def _taken(self, victim: Victim | None) -> Node | None:
-        if victim is None:
-            return None
-        victim.queue.pop(victim.node)
-        return victim.node
-
-    def _first(
-        self, find: Callable[[Queues], Victim | None], pages: bool = True, checkpoints: bool = True
-    ) -> Victim | None:
-        """The candidate to evict first: of the tenant that is furthest above its share, if one is and has any.
+    def _next(self, kind: int, pages: bool = True, checkpoints: bool = True) -> Node | None:
+        """Remove and return the candidate to evict first.
 
         Args:
-            find: finds it in the queues of one.
-            pages, checkpoints: which kinds memory is needed of.
+            kind: which queue there is beside that of tails.
+            pages, checkpoints: which kinds memory is needed of; tails are candidates where it is pages.
         """
-        if not self._own:
-            return find(self._others)
+        victim = self._first(kind, pages, checkpoints) if self._own else self._others.first(kind, pages)
+        if victim is None:
+            return None
+        _, _, node, queue = victim
+        queue.pop(node)
+        return node
+
+    def _first(self, kind: int, pages: bool = True, checkpoints: bool = True) -> Victim | None:
+        """The candidate to evict first: of the tenant that is furthest above its share, if one is and has any."""
         excesses = {tenant: self.shares.excess(tenant, pages, checkpoints) for tenant in self._own}
         for tenant in sorted((one for one in excesses if excesses[one] > 1), key=excesses.__getitem__, reverse=True):
-            if (victim := find(self._own[tenant])) is not None:
+            if (victim := self._own[tenant].first(kind, pages)) is not None:
                 return victim
-        return min((victim for own in self._all if (victim := find(own)) is not None), key=Victim.order, default=None)
+        victims = (victim for own in self._all if (victim := own.first(kind, pages)) is not None)
+        return min(victims, key=itemgetter(0, 1), default=None)
 
     # Calls of the policy
 
@@ -334,7 +335,7 @@ class Candidates:
             self.reweigh_below(node)
 
     def _has_changed(self, node: Node) -> None:
-        queues = self._of(node)
+        queues = self._own.get(node.owner, self._others) if self._own else self._others  # `_of`, likewise
         queues.checkpoints.changed(node)
         queues.leaves.changed(node)
 
@@ -347,20 +348,21 @@ class Candidates:
         """
         if not self._samples:
             return True
-        least = self._first(Queues.first_of_all if tails_help else Queues.first_checkpoint, pages=tails_help)
-        if least is None or least.node.slot is None:
+        least = self._first(CHECKPOINTS, pages=tails_help)
+        if least is None or least[2].slot is None:
             return True
-        if least.node.owner is not usage.tenant and self.shares.excess(least.node.owner, pages=tails_help) > 1:
+        _, rank, first, _ = least
+        if first.owner is not usage.tenant and self.shares.excess(first.owner, pages=tails_help) > 1:
             return True  # it gives way to others, whatever it is worth
         freed = self._checkpoint_prices.checkpoint + num_pages * self._checkpoint_prices.page
         facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
         if self._changed is not None:
             usage.reported_below = facts.has_below
             self._report("changed", self._changed, facts)
-        rank, tenant = least.rank, usage.tenant
+        tenant = usage.tenant
         if tenant is not None and tenant.has_priorities:
-            if least.node.usage.tenant is tenant:
-                rank = self._rank(self._checkpoint_prices, least.node)
+            if first.usage.tenant is tenant:
+                rank = self._rank(self._checkpoint_prices, first)
             else:
                 facts.across(self._priority_cap)
         return self._value(facts) >= rank
@@ -508,26 +510,6 @@ class Queue(ABC):
         """Return whether each candidate is where the queue looks for it."""
 
 
-class Victim(NamedTuple):
-    """A candidate that is evicted first.
-
-    Attributes:
-        rank: its rank.
-        node: itself.
-        queue: that it is in.
-        is_needless: it is evicted before all others that are not, whatever the ranks are.
-    """
-
-    rank: float
-    node: Node
-    queue: Queue
-    is_needless: bool = False
-
-    def order(self) -> tuple[bool, float]:
-        """The place among the first of several: the lowest is evicted first."""
-        return not self.is_needless, self.rank
-
-
 class Queues(NamedTuple):
     """The candidates of one tenant, or of several.
 
@@ -541,26 +523,24 @@ class Queues(NamedTuple):
     checkpoints: Queue
     tails_first: bool
 
-    def first_checkpoint(self) -> Victim | None:
-        """The checkpoint to evict first."""
-        found = self.checkpoints.peek()
-        return Victim(*found, self.checkpoints) if found is not None else None
-
-    def first_leaf(self) -> Victim | None:
-        """The leaf to evict first."""
-        return self._first(self.leaves)
-
-    def first_of_all(self) -> Victim | None:
-        """The checkpoint or tail to evict first."""
-        return self._first(self.checkpoints)
-
-    def _first(self, others: Queue) -> Victim | None:
-        tail = self.tails.peek() if self.tails.settled else None
-        if tail is None or not self.tails_first:
+    def first(self, kind: int, with_tails: bool) -> Victim | None:
+        """The candidate to evict first, of `kind` (`LEAVES` or `CHECKPOINTS`) and of tails."""
+        tails, tails_first = self[0], self[3]
+        tail = tails.peek() if with_tails and tails.settled else None
+        if tail is None or not tails_first:
+            others: Queue = self[kind]
             found = others.peek()
             if found is not None and (tail is None or found[0] < tail[0]):
-                return Victim(*found, others)
-        return Victim(*tail, self.tails, self.tails_first) if tail is not None else None
+                return True, *found, others
+        return (not tails_first, *tail, tails) if tail is not None else None
+
+
+LEAVES, CHECKPOINTS = 1, 2
+"""Places of the queues of each kind among `Queues`."""
+
+Victim: TypeAlias = tuple[bool, float, Node, Queue]
+"""A candidate that is evicted first: whether it is compared with others by its rank (tails that go first are not), its
+rank, itself, and the queue that it is in."""
 
 
 class OrderedQueue(Queue):

@@ -81,8 +81,9 @@ class Forest:
             run.append(ids, pages)
         run.nodes.append(leaf)
         parent.children[ids[: self.page_bytes]] = leaf
-        self.num_pages += len(pages)
-        owner.num_pages += len(pages)
+        num_pages = len(pages)
+        self.num_pages += num_pages
+        owner.num_pages += num_pages
         return leaf
 
     # Cutting and joining edges

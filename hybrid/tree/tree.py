@@ -410,7 +410,10 @@ class Tree:
             return Inserted(node, num_existing, False)
         usage = NodeUsage(tick, tick, 0, Kind.PAGES if checkpoint is None else checkpoint.kind, now)
         lower = node if num_existing < node.end else None
-        sender = self._tenant(tenant or (checkpoint.tenant if checkpoint is not None else None) or key.namespace)
+        name = tenant or (checkpoint.tenant if checkpoint is not None else None) or key.namespace
+        latest, sender = self._latest_tenant  # most often it is the same again
+        if latest != name:
+            sender = self._tenant(name)
         try:
             if lower is not None:
                 node = self._cut(lower, num_existing, cut_tick)
@@ -510,9 +513,6 @@ class Tree:
         usage.stored_for(self._tenant(tenant), priority)
 
     def _tenant(self, name: str) -> Tenant:
-        latest, tenant = self._latest_tenant  # most often it is the same again
-        if latest == name:
-            return tenant
         found = self.tenants.get(name)
         if found is None:
             found = self.tenants[name] = Tenant(next(self._tenant_numbers))
@@ -587,8 +587,9 @@ class Tree:
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
         released = Released(self._pools.collect()) if released is None else released
-        end = len(released.slots) + num_checkpoints
-        while len(released.slots) < end and (node := self._next(self.candidates.next_checkpoint)) is not None:
+        for _ in range(num_checkpoints):
+            if (node := self._next(self.candidates.next_checkpoint)) is None:
+                break
             self._evict(node, 0, released)
         return released
 

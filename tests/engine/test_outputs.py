@@ -122,7 +122,7 @@ def test_an_engine_and_its_cache_say_what_they_are(tiny: Engine) -> None:
     assert repr(engine).startswith("Engine(tiny, cpu, float32, HybridCache(")
     engine.close()
     assert repr(engine) == "Engine(tiny, cpu, float32, closed)"
-    assert repr(engine_without_model(10, 4)).startswith("Engine(SimpleNamespace, cpu, HybridCache(0 pages")
+    assert repr(engine_without_model(10, 4)).startswith("Engine(EngineModel, cpu, HybridCache(0 pages")
 
 
 def test_the_progress_bar_shows_tokens_per_second(

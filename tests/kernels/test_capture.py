@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
-from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.capture import CALLED_AGAIN, CpuCapture, NotCapturedError
 from hybrid.kernels.cpu.compiled.vectors import INDEX, numbers
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
@@ -443,4 +443,5 @@ def test_answers_of_captured_steps_are_those_of_launched_ones(
         assert [output.logprobs for output in outputs[0]] == [output.logprobs for output in outputs[1]]
     assert captured.runner.graphs.graphs
     replay: Any = captured.runner.graphs.graphs[-1].replay
-    assert "torch" not in replay.seconds(runs=1)
+    called_again = [step.func for step in replay._steps if not isinstance(step, tasks.Task)]
+    assert set(called_again) <= {CALLED_AGAIN[torch.ops.aten.fill_.Scalar]}  # new memory, which tests fill with NaN

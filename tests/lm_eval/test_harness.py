@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="the extra 'lm-eval' is not installed")
+pytest.importorskip("lm_eval.api", reason="the extra 'lm-eval' is not installed")
 
 from hybrid import ArgumentError, Engine
 from hybrid.lm_eval.model import HybridLM

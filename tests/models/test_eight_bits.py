@@ -22,6 +22,10 @@ BLOCK = 16
 SCALE = "_scale_inv"
 
 
+def is_product(name: str, tensor: Tensor) -> bool:
+    return PRODUCT.search(name) is not None and tensor.dim() >= 2 and not name.endswith("bias")
+
+
 def parameters(path: Path) -> dict[str, Tensor]:
     return dict(load_model(open_checkpoint(path), torch.float32, CPU, 16, progress=False).named_parameters())
 
@@ -55,7 +59,7 @@ def write_both(source: Path, short: Path, whole: Path) -> int:
     for file in files:
         stored = load_file(file)
         restored = dict(stored)
-        for name in [name for name, tensor in stored.items() if PRODUCT.search(name) and tensor.dim() >= 2]:
+        for name in [name for name, tensor in stored.items() if is_product(name, tensor)]:
             stored[name], scales[name + SCALE], restored[name] = quantized(stored[name].float())
         save_file(stored | (scales if len(files) == 1 else {}), short / file.name, {"format": "pt"})
         save_file(restored, whole / file.name, {"format": "pt"})

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines 
 
 EXACT = {
     "abs", "add", "add_", "arange", "argmax", "as_strided", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk",
-    "clamp", "clamp_min", "clone", "constant_pad_nd", "copy", "copy_", "detach", "detach_", "div",
+    "clamp", "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "detach_", "div",
     "embedding", "empty", "empty_like", "pad", "unflatten",
-    "empty_strided", "eq", "expand", "fill", "fill_", "flatten", "full", "full_like", "gather", "ge", "gt", "index",
+    "empty_strided", "eq", "expand", "expand_as",
+    "fill", "fill_", "flatten", "full", "full_like", "gather", "ge", "gt", "index",
     "index_put_", "index_select", "isfinite", "isinf", "isnan", "le", "lift_fresh", "lt", "masked_fill", "max",
     "maximum", "min", "minimum", "mul", "mul_", "ne", "neg", "new_empty", "new_full", "new_ones", "new_zeros",
     "ones_like", "permute", "repeat", "reshape", "roll", "scalar_tensor", "scatter", "select", "set_", "slice", "sort",
