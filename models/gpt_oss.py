@@ -1,8 +1,8 @@
 """gpt-oss: sliding windows and full attention by turns, each head with a score that takes a share of the attention and
 gives nothing (a sink), and mixtures of experts whose gates and products are bounded.
 
-Published checkpoints keep experts as 4-bit floats (`hybrid.models.quantized_files`). Attention is plain torch on every
-device (`hybrid.kernels.reference.scored_attention`).
+Published checkpoints keep experts as 4-bit floats (`hybrid.models.quantized_files`). Attention is plain torch
+(`hybrid.kernels.reference.scored_attention`), on a CPU with compiled products and shares.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import linear
-from hybrid.kernels.reference.elementwise import sigmoid
 from hybrid.kernels.reference.scored_attention import Scores, paged_scored_attention, scored_window_attention
 from hybrid.models.attention import Heads, PlainAttention, WindowAttention, ring_pages, rings
 from hybrid.models.causal_lm import CausalLM
@@ -23,6 +22,24 @@ from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, TokenTensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def scores_of(attention: Any) -> Scores:
+    """How a layer scores keys: on a CPU with compiled operations, whose bits depend on no other row."""
+    scale, sinks = attention.scale, attention.sinks
+    compiled = kernels.compiled_for("elementwise", sinks)
+    if compiled is None:
+        return Scores(scale, None, sinks)
+
+    def multiply(rows: Tensor, matrices: Tensor) -> Tensor:
+        return torch.stack([linear(*one, 0) for one in zip(rows, matrices, strict=True)])
+
+    def softmax(scores: Tensor) -> Tensor:
+        rows = scores.flatten(0, 1)
+        shares: Tensor = compiled.softmax(rows, rows.new_ones(len(rows), dtype=torch.float64))
+        return shares.view_as(scores)
+
+    return Scores(scale, None, sinks, multiply, softmax)
 
 
 class SinkAttention(PlainAttention):
@@ -36,7 +53,7 @@ class SinkAttention(PlainAttention):
 
     def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
         """Attention of queries, `[T, heads, head_dim]`."""
-        pages, scores, parts = kv[:, self.layer], Scores(self.scale, None, self.sinks), []
+        pages, scores, parts = kv[:, self.layer], scores_of(self), []
         for part in batch.groups:
             places = part.block_table, part.cu_seqlens, part.seq_lens
             parts.append(paged_scored_attention(q[part.rows], pages, *places, scores, chunk_size))
@@ -62,14 +79,14 @@ class SinkWindowAttention(WindowAttention):
     def attend(self, *args: Any) -> Tensor:
         """Attention of prompts."""
         *inputs, chunk_size = args
-        given: list[Any] = [*inputs, Scores(self.scale, None, self.sinks), chunk_size]
+        given: list[Any] = [*inputs, scores_of(self), chunk_size]
         return scored_window_attention(*given)
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
         q, k, v, positions = inputs
         pages, table, starts, lengths = ring_pages(k, v, positions, self._rings(state), steps)
-        scores = Scores(self.scale, None, self.sinks)
+        scores = scores_of(self)
         return paged_scored_attention(q, pages, table, starts, lengths, scores, chunk_size=1)
 
 
@@ -117,7 +134,7 @@ class BoundedExperts(Experts):
         """What the second product takes, from what the first one gives."""
         gate = y[..., ::2].float().clamp(max=self.limit)
         up = y[..., 1::2].float().clamp(-self.limit, self.limit)
-        return ((up + 1) * (gate * sigmoid(gate * self.alpha))).to(y.dtype)
+        return ((up + 1) * kernels.sigmoid_and_mul(gate, gate * self.alpha)).to(y.dtype)
 
 
 class GptOssMoE(nn.Module):
