@@ -21,7 +21,7 @@ from itertools import count, islice
 from operator import attrgetter, itemgetter
 from random import Random
 from types import MethodType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -528,7 +528,7 @@ class Queues(NamedTuple):
         tails, tails_first = self[0], self[3]
         tail = tails.peek() if with_tails and tails.settled else None
         if tail is None or not tails_first:
-            others: Queue = self[kind]
+            others: Any = self[kind]
             found = others.peek()
             if found is not None and (tail is None or found[0] < tail[0]):
                 return True, *found, others
