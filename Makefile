@@ -46,8 +46,11 @@ typecheck: .venv/.installed
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
 	$(BIN)/python tests/support/typed.py .venv/types --at-least 95
 
+# Coverage takes an eighth of the time; COVERAGE= leaves it out.
+COVERAGE ?= --cov --cov-report=term --cov-fail-under=90
+
 pytest: setup
-	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile $(COVERAGE)
 
 # As in `pytest`, where programs run in random order, but several programs of a launch take turns at each memory access.
 woven: setup  ## tests of kernels, interpreted with the programs of each launch interleaved

@@ -539,8 +539,8 @@ LEAVES, CHECKPOINTS = 1, 2
 """Places of the queues of each kind among `Queues`."""
 
 Victim: TypeAlias = tuple[bool, float, Node, Queue]
-"""A candidate that is evicted first: whether it is compared with others by its rank (tails that go first are not), its
-rank, itself, and the queue that it is in."""
+"""A candidate to evict: whether it is compared with others by its rank (otherwise it is evicted before them), its rank,
+itself, and the queue that it is in."""
 
 
 class OrderedQueue(Queue):

@@ -200,6 +200,8 @@ class Tree:
         place = run.nodes.index(node)
         if (run.nodes[place - 1] is not parent) if place else (run.start != parent.end or node.start != run.start):
             yield "its run does not continue its parent"
+        if any(after not in node.children.values() for after in run.nodes[place + 1 : place + 2]):
+            yield "the node after it in its run is not its child"
         if run.nodes[-1] is node:
             num_tokens = node.end - run.start
             if len(run.ids) != num_tokens * TOKEN_BYTES or len(run.pages) * run.page_size != num_tokens:
