@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.models.attention import PlainAttention, head_dim_of
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import RMSNorm, Rotary, scaled
+from hybrid.models.layers import ResidualLayer, RMSNorm, Rotary, scaled
 from hybrid.models.lightning import LightningAttention
 from hybrid.models.moe import ExpertRouter, Experts, expert_layouts
 from hybrid.models.weights import Layouts, Source
@@ -31,7 +31,7 @@ class MiniMaxExperts(nn.Module):
         return self.experts(x, *self.gate.choose(x, batch), batch)
 
 
-class MiniMaxLayer(nn.Module):
+class MiniMaxLayer(ResidualLayer):
     """One layer.
 
     Attributes:
@@ -54,16 +54,12 @@ class MiniMaxLayer(nn.Module):
         self.block_sparse_moe: MiniMaxExperts = MiniMaxExperts(config)
         self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
         self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-
-    @property
-    def linear(self) -> nn.Module | None:
-        """The mixer whose state is in state slots."""
-        return self.self_attn if self.is_linear else None
-
-    @property
-    def attention(self) -> nn.Module | None:
-        """The mixer whose keys and values are in pages."""
-        return None if self.is_linear else self.self_attn
+        self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
+            self.input_layernorm,
+            self.self_attn,
+            self.post_attention_layernorm,
+            self.block_sparse_moe,
+        )
 
     def forward(
         self,
@@ -78,10 +74,7 @@ class MiniMaxLayer(nn.Module):
         """Run the layer on `x + residual`, as `ResidualLayer.forward`."""
         (kept, given), (kept_after, given_after) = self.factors
         _, x = self.input_layernorm.of_terms(x, residual)
-        if self.is_linear:
-            y = self.self_attn(x, batch, state, chunk_size)
-        else:
-            y = self.self_attn(x, batch, rotary, kv, chunk_size)
+        y = self.mix(x, batch, rotary, kv, state, chunk_size)
         _, x = self.post_attention_layernorm.of_sum(scaled(y, given), scaled(x, kept))
         return scaled(self.block_sparse_moe(x, batch), given_after), scaled(x, kept_after)
 

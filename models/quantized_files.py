@@ -262,6 +262,10 @@ def _bases(tensors: Mapping[str, Stored], end: str) -> list[str]:
 # GPTQ and AWQ: integers of one column after another
 
 
+def _gptq_format(settings: Mapping[str, Any]) -> Any:
+    return settings.get("checkpoint_format") or settings.get("format") or "gptq"
+
+
 def _against_gptq(settings: Mapping[str, Any]) -> list[str]:
     """The settings of GPTQ that are not read."""
     reasons = []
@@ -270,7 +274,7 @@ def _against_gptq(settings: Mapping[str, Any]) -> list[str]:
     odd = sorted({str(one["bits"]) for one in each if isinstance(one, dict) and one.get("bits", 4) not in INTEGER_BITS})
     if odd:
         reasons.append(f"gptq, {', '.join(odd)} bits (2, 4 and 8 are read)")
-    kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    kind = _gptq_format(settings)
     if kind not in ("gptq", "gptq_v2"):
         reasons.append(f"checkpoint_format {kind!r} (gptq and gptq_v2 are read)")
     if settings.get("is_marlin_format"):
@@ -281,7 +285,7 @@ def _against_gptq(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _of_gptq(tensors: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    kind = _gptq_format(settings)
     found = dict(tensors)
     for base in _bases(tensors, ".qweight"):
         packed, zeros, scale = (found.pop(f"{base}.{end}") for end in ("qweight", "qzeros", "scales"))

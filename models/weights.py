@@ -106,23 +106,23 @@ class Quantization:
     group: int | None = None
     scales: torch.dtype = torch.bfloat16
 
-    def empty(self, shape: torch.Size, memory: WeightMemory) -> tuple[Tensor, Tensor]:
-        """A weight of this form and its scales, not initialized. `shape`: `(outputs, inputs)`."""
+    def tensors(self, shape: torch.Size) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """The shapes and types of a weight of this form and of its scales. `shape`: `(outputs, inputs)`."""
         outputs, inputs = shape
         if self.group is None:
-            return memory.empty((outputs, inputs), torch.int8), memory.empty((outputs,), torch.float32)
+            return ((outputs, inputs), torch.int8), ((outputs,), torch.float32)
         blocks = -(-inputs // BLOCK)
-        packed = memory.empty((outputs, blocks * BLOCK // 2), torch.uint8)
-        return packed, memory.empty((outputs, blocks, BLOCK // self.group, 2), self.scales)
+        scales = outputs, blocks, BLOCK // self.group, 2
+        return ((outputs, blocks * BLOCK // 2), torch.uint8), (scales, self.scales)
+
+    def empty(self, shape: torch.Size, memory: WeightMemory) -> tuple[Tensor, Tensor]:
+        """A weight of this form and its scales, not initialized."""
+        weight, scales = (memory.empty(*each) for each in self.tensors(shape))
+        return weight, scales
 
     def num_bytes(self, shape: torch.Size) -> int:
         """Bytes of a weight and its scales, each rounded up to `ALIGNMENT`."""
-        outputs, inputs = shape
-        if self.group is None:
-            return aligned(outputs * inputs) + aligned(outputs * torch.float32.itemsize)
-        blocks = -(-inputs // BLOCK)
-        scales = BLOCK // self.group * 2 * self.scales.itemsize
-        return aligned(outputs * blocks * BLOCK // 2) + aligned(outputs * blocks * scales)
+        return sum(aligned(prod(own) * dtype.itemsize) for own, dtype in self.tensors(shape))
 
 
 @dataclass(frozen=True)

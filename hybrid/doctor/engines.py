@@ -57,7 +57,7 @@ def engine_of(name: str, sizes: Sizes, memory: Memory, **options: Any) -> Engine
 
 
 def _names_again() -> bool:
-    """Whether the vLLM that is installed is one of `NAMES_AGAIN`. Where none is, its model is of 0.33."""
+    """Tell whether the vLLM that is installed is one of `NAMES_AGAIN`. Where none is, its model is of 0.33."""
     try:
         return ".".join(installed_version().split(".")[:2]) in NAMES_AGAIN
     except VersionError:

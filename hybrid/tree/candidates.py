@@ -21,7 +21,7 @@ from itertools import count, islice
 from operator import attrgetter, itemgetter
 from random import Random
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -525,18 +525,17 @@ class Queues(NamedTuple):
 
     def first(self, kind: int, with_tails: bool) -> Victim | None:
         """The candidate to evict first, of `kind` (`LEAVES` or `CHECKPOINTS`) and of tails."""
-        tails, tails_first = self[0], self[3]
-        tail = tails.peek() if with_tails and tails.settled else None
-        if tail is None or not tails_first:
-            others: Any = self[kind]
+        tail = self.tails.peek() if with_tails and self.tails.settled else None
+        if tail is None or not self.tails_first:
+            others = self.leaves if kind == LEAVES else self.checkpoints
             found = others.peek()
             if found is not None and (tail is None or found[0] < tail[0]):
                 return True, *found, others
-        return (not tails_first, *tail, tails) if tail is not None else None
+        return (not self.tails_first, *tail, self.tails) if tail is not None else None
 
 
-LEAVES, CHECKPOINTS = 1, 2
-"""Places of the queues of each kind among `Queues`."""
+LEAVES, CHECKPOINTS = range(2)
+"""What may be evicted beside tails."""
 
 Victim: TypeAlias = tuple[bool, float, Node, Queue]
 """A candidate to evict: whether it is compared with others by its rank (otherwise it is evicted before them), its rank,
