@@ -397,5 +397,5 @@ class Front:
     def __serve_build_asgi_app__(self) -> App:
         """The application of `hybrid serve`, with a path of the fleet's own."""
         app = make_app(self._server)
-        app.router.routes.append(Path("/fleet", Endpoint(self._server, partial(fleet, self._engine)), methods=["GET"]))
+        app.routes.append(Path("/fleet", Endpoint(self._server, partial(fleet, self._engine)), methods=["GET"]))
         return with_sessions(app)

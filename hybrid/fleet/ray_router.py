@@ -30,8 +30,12 @@ class FleetRouter(RequestRouter):
         super().update_replicas(replicas)
         self._follow(replicas)
 
+    def _state_of(self, replicas: Sequence[Any]) -> shared.FleetState | None:
+        """What is known of the replicas; None: nothing is, here."""
+        return shared.STATES.get(self._fleet)
+
     def _follow(self, replicas: Sequence[Any]) -> None:
-        state = shared.STATES.get(self._fleet)
+        state = self._state_of(replicas)
         if state is None:
             return
         there = {replica.replica_id.unique_id: replica for replica in replicas}
@@ -53,18 +57,21 @@ class FleetRouter(RequestRouter):
         self, candidate_replicas: list[Any], pending_request: Any | None = None
     ) -> list[list[Any]]:
         """One rank with one replica, which is binding; all of them for what is no request of a front."""
-        state = shared.STATES.get(self._fleet)
+        state = self._state_of(candidate_replicas)
         given = pending_request.kwargs.get("promise") if pending_request is not None else None
         if state is None or pending_request is None or not isinstance(given, shared.Promise):
             return [candidate_replicas]
-        self._follow(self._all(candidate_replicas))
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        chosen = state.choose(given.number, [*by_name])
+        chosen = self._choose(state, given.number, candidate_replicas)
         if chosen is None:
             return [candidate_replicas]
-        name, promise = chosen
-        pending_request.kwargs["promise"] = promise
-        return [[by_name[name]]]
+        replica, pending_request.kwargs["promise"] = chosen
+        return [[replica]]
 
-    def _all(self, candidates: list[Any]) -> Sequence[Any]:
-        return [*self.curr_replicas.values()] or candidates
+    def _choose(
+        self, state: shared.FleetState, number: int, candidates: list[Any]
+    ) -> tuple[Any, shared.Promise] | None:
+        """The replica for a request of the state, and what is promised; None: the request has ended."""
+        self._follow([*self.curr_replicas.values()] or candidates)
+        by_name = {replica.replica_id.unique_id: replica for replica in candidates}
+        chosen = state.choose(number, [*by_name])
+        return None if chosen is None else (by_name[chosen[0]], chosen[1])

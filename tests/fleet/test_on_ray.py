@@ -169,23 +169,33 @@ def test_a_replica_that_is_killed_while_it_streams_ends_the_stream_with_an_error
 
 def test_a_request_of_which_nothing_was_sent_runs_elsewhere_when_its_replica_is_killed(fleet: Fleet) -> None:
     rng = random.Random(8)
-    prompt = [rng.randrange(3, 1000) for _ in range(1500)]
+    before = {one["replica"]: one["sent"] for one in fleet.replicas()}
+    begins = [rng.randrange(3, 1000) for _ in range(400)]
+    fleet.ask(begins, prompt_cache_key="bob")
+    home = next(one["replica"] for one in fleet.replicas() if one["sent"] > before[one["replica"]])
     found: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: found.append(fleet.ask(prompt * 5, 2)))
-    before = {one["replica"] for one in fleet.replicas()}
-    thread.start()
-    time.sleep(0.3)
-    for name in before:
-        fleet.kill(name)
-        break
+    for _ in range(5):  # until one is caught while it is computed
+        prompt = begins + [rng.randrange(3, 1000) for _ in range(3600)]
+        found.clear()
+        thread = threading.Thread(target=lambda own=prompt: found.append(fleet.ask(own, 2, prompt_cache_key="bob")))
+        thread.start()
+        time.sleep(0.1)
+        if not found:
+            fleet.kill(home)
+            break
+        thread.join()
+    else:
+        raise AssertionError("every request had ended after 0.1 seconds")
     thread.join()
-    assert found and found[0]["usage"]["prompt_tokens"] == 7500
-    until(lambda: len(fleet.replicas()) == 2 and {one["replica"] for one in fleet.replicas()} != before)
+    assert found and found[0]["usage"]["prompt_tokens"] == 4000
+    until(lambda: len(fleet.replicas()) == 2 and all(one["replica"] != home for one in fleet.replicas()))
 
 
 def test_a_front_that_is_killed_comes_back_and_promises_what_is_there(fleet: Fleet) -> None:
     doc, rng = documents(1, seed=9)[0], random.Random(9)
     fleet.ask(doc + question(rng))
+    time.sleep(1)  # an event takes some milliseconds
+    numbers = {one["replica"]: one["events"] for one in fleet.replicas()}
     fleet.kill("#Front#")
 
     def answers() -> bool:
@@ -197,7 +207,8 @@ def test_a_front_that_is_killed_comes_back_and_promises_what_is_there(fleet: Fle
     time.sleep(1)
     until(answers)
     fleet.ask(question(rng))  # with the first one the router begins
-    until(lambda: len(fleet.replicas()) == 2 and all(one["events"] > 0 for one in fleet.replicas()))
+    until(lambda: {one["replica"] for one in fleet.replicas()} == {*numbers})
+    until(lambda: all(one.get("events", -1) >= numbers[one["replica"]] for one in fleet.replicas()))
     before = fleet.promises()[0]
     hit = fleet.ask(doc + question(rng))["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert hit == 384
