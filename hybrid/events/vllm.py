@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,9 +18,19 @@ from hybrid.events.change import CHECKPOINT, DEVICE, EVERYTHING, HOST, NAME_BYTE
 from hybrid.events.wire import WireError
 
 PAGES_GROUP, STATES_GROUP = 0, 1
-STATE_KINDS = ("mamba", "linear_attention")
+KINDS = {
+    "full_attention": PAGES,
+    "mla_attention": PAGES,
+    "sink_full_attention": PAGES,
+    "mamba": CHECKPOINT,
+    "linear_attention": CHECKPOINT,
+}
+"""What blocks are, by kinds of groups. Of windows nothing is read. Without kinds, group 0 has pages."""
+
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 TIERS = {"GPU": DEVICE, "CPU": HOST, "CPU_TIER1": HOST, None: DEVICE}
+
+_Place = tuple[int | None, str]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -76,13 +85,13 @@ class VllmReader:
     """Makes our changes of the batches of one vLLM or SGLang: it names each block by the tokens before it, as our
     prefixes are named, since their hashes are their own.
 
-    A prefix is in the namespace of its LoRA adapter and its salt: `LORA,SALT`, empty without both.
+    A prefix is in the namespace of its LoRA adapter and its salt: `LORA,SALT`, empty without both. A hybrid model has
+    several groups of layers; pages, and checkpoints, are there where all groups of their kind have the block.
 
     Args:
         following, of_namespace: name prefixes (`hybrid.tiers.tier`).
 
     Attributes:
-        block_size: tokens per block; 0: none has come.
         num_unknown: blocks that continue one that is not known, and are left out.
     """
 
@@ -91,16 +100,16 @@ class VllmReader:
         following: Callable[[bytes, bytes, int], list[bytes]],
         of_namespace: Callable[[str], bytes],
     ) -> None:
-        self.block_size: int = 0
         self.num_unknown: int = 0
         self._following, self._of_namespace = following, of_namespace
         self._known: dict[Any, tuple[bytes, int]] = {}  # by their hash: our name, and the tokens up to there
-        self._places: Counter[Any] = Counter()  # groups and tiers that have a block; without any it is forgotten
+        self._places: dict[Any, set[_Place]] = {}  # groups and tiers that have a block; without any it is forgotten
+        self._groups: dict[int | None, str] = {}  # what the blocks of a group are
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are there."""
-        return len(self._known)
+        return len(self._places)
 
     def read(self, content: bytes) -> list[Change]:
         """The changes of a batch.
@@ -109,68 +118,112 @@ class VllmReader:
             WireError: it is none.
         """
         try:
-            batch = _decode(content)
-            return [change for event in batch[1] for change in self._changes(_named(event))]
+            events = [_named(event) for event in _decode(content)[1]]
+            self._name(events)
+            return [change for at, event in enumerate(events) for change in self._changes(event, events[at + 1 :])]
         except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"no batch of KV events: {error!r:.200}") from None
 
-    def _changes(self, event: dict[str, Any]) -> list[Change]:
-        kind = event["type"]
-        if kind == "AllBlocksCleared":
-            self._known.clear()
-            self._places.clear()
-            return [Change(False, EVERYTHING, b"", 0)]
+    def everything(self) -> Iterator[Change]:
+        """All that is there, as births."""
+        for block, places in self._places.items():
+            name, num_tokens = self._known[block]
+            for tier in {tier for _, tier in places}:
+                for kind in (PAGES, CHECKPOINT):
+                    if self._is_whole(block, kind, tier):
+                        yield Change(True, kind, name, num_tokens, tier)
+
+    def clear(self) -> list[Change]:
+        """Forget all that is there; the change that says so."""
+        self._known.clear()
+        self._places.clear()
+        return [Change(False, EVERYTHING, b"", 0)]
+
+    def _changes(self, event: dict[str, Any], later: list[dict[str, Any]]) -> list[Change]:
+        if event["type"] == "AllBlocksCleared":
+            gone = self.clear()
+            self._name(later)
+            return gone
         tier = TIERS.get(event.get("medium"), HOST)
-        if kind == "BlockRemoved":
+        if event["type"] == "BlockRemoved":
             return self._removed(event, tier)
-        if event.get("kv_cache_spec_kind") in STATE_KINDS:
-            return self._states(event, tier)
-        if event.get("group_idx") not in (None, PAGES_GROUP):
+        kind = self._kind(event)
+        if kind is None:
             return []
-        return self._pages(event, tier)
-
-    def _pages(self, event: dict[str, Any], tier: str, counts: int = 1) -> list[Change]:
-        parent, size = event["parent_block_hash"], int(event["block_size"])
-        if parent is None:
-            before, num_tokens = self._of_namespace(_namespace(event)), 0
-        elif parent in self._known:
-            before, num_tokens = self._known[parent]
-        else:
-            self.num_unknown += len(event["block_hashes"])
+        if any(block not in self._known for block in event["block_hashes"]):  # it went in this batch, and is back
+            self._name([event, *later])
+        blocks = [block for block in event["block_hashes"] if block in self._known]
+        self.num_unknown += len(event["block_hashes"]) - len(blocks)
+        group = event.get("group_idx")
+        self._groups[group] = kind
+        for block in blocks:
+            self._places.setdefault(block, set()).add((group, tier))
+        blocks = [block for block in blocks if self._is_whole(block, kind, tier)]
+        found = [self._known[block] for block in blocks]
+        if kind == CHECKPOINT:
+            return [Change(True, CHECKPOINT, name, num_tokens, tier) for name, num_tokens in found]
+        if not found:
             return []
-        self.block_size = size
-        ids = array("i", event["token_ids"])
-        names = self._following(before, ids.tobytes(), size * ids.itemsize)
-        hashes = event["block_hashes"]
-        if len(names) != len(hashes):
-            raise WireError(f"{len(hashes)} blocks of {size} with {len(ids)} tokens")
-        for block, name in zip(hashes, names, strict=True):
-            num_tokens += size
-            self._known[block] = name, num_tokens
-            self._places[block] += counts
-        return [Change(True, PAGES, b"".join(names), num_tokens, tier, parent=before, ids=ids.tobytes())]
+        ids = array("i", event["token_ids"]).tobytes()
+        names = b"".join(name for name, _ in found)
+        return [Change(True, PAGES, names, found[-1][1], tier, parent=self._before(event), ids=ids)]
 
-    def _states(self, event: dict[str, Any], tier: str) -> list[Change]:
-        if event.get("token_ids"):
-            self._pages(event, tier, counts=0)  # names them; of pages there is an event besides
-        found = [self._known[block] for block in event["block_hashes"] if block in self._known]
-        self.num_unknown += len(event["block_hashes"]) - len(found)
-        self._places.update(block for block in event["block_hashes"] if block in self._known)
-        return [Change(True, CHECKPOINT, name, num_tokens, tier) for name, num_tokens in found]
+    def _kind(self, event: dict[str, Any]) -> str | None:
+        """What the blocks of an event are; None: nothing that is read."""
+        kind = event.get("kv_cache_spec_kind")
+        if kind is not None:
+            return KINDS.get(kind)
+        return PAGES if event.get("group_idx") in (None, PAGES_GROUP) else None
+
+    def _name(self, events: list[dict[str, Any]]) -> None:
+        """Name the blocks that came with all of their tokens. States come before the pages that name them, and with
+        the tokens of blocks that have none."""
+        for event in events:
+            if event["type"] != "BlockStored" or (kind := self._kind(event)) is None:
+                continue
+            hashes, size = event["block_hashes"], int(event["block_size"])
+            ids = array("i", event.get("token_ids") or ())
+            if len(ids) != len(hashes) * size:
+                if kind == PAGES:
+                    raise WireError(f"{len(hashes)} blocks of {size} with {len(ids)} tokens")
+                continue
+            parent = event["parent_block_hash"]
+            if parent is not None and parent not in self._known:
+                continue
+            num_tokens = self._known[parent][1] if parent is not None else 0
+            names = self._following(self._before(event), ids.tobytes(), size * ids.itemsize)
+            for block, name in zip(hashes, names, strict=True):
+                num_tokens += size
+                self._known[block] = name, num_tokens
+
+    def _before(self, event: dict[str, Any]) -> bytes:
+        """The name of the prefix before the blocks of an event."""
+        parent = event["parent_block_hash"]
+        return self._of_namespace(_namespace(event)) if parent is None else self._known[parent][0]
+
+    def _is_whole(self, block: Any, kind: str, tier: str) -> bool:
+        """Tell whether all groups of a kind have a block."""
+        groups = [group for group, own in self._groups.items() if own == kind]
+        return bool(groups) and self._places.get(block, set()).issuperset((group, tier) for group in groups)
 
     def _removed(self, event: dict[str, Any], tier: str) -> list[Change]:
         group = event.get("group_idx")
         changes = []
         for block in event["block_hashes"]:
-            if (found := self._known.get(block)) is None:
+            places = self._places.get(block)
+            if places is None:
                 continue
-            if group in (None, PAGES_GROUP):
-                changes.append(Change(False, PAGES, found[0], found[1], tier))
-            if group != PAGES_GROUP:
-                changes.append(Change(False, CHECKPOINT, found[0], found[1], tier))
-            self._places[block] -= 1
-            if group is None or self._places[block] <= 0:
-                del self._known[block], self._places[block]
+            name, num_tokens = self._known[block]
+            if group is None:  # whoever sends no groups has states with their pages
+                kinds = [PAGES, CHECKPOINT]
+                places.clear()
+            else:
+                kinds = [kind for kind in (PAGES, CHECKPOINT) if self._is_whole(block, kind, tier)]
+                places.discard((group, tier))
+                kinds = [kind for kind in kinds if not self._is_whole(block, kind, tier)]
+            changes += [Change(False, kind, name, num_tokens, tier) for kind in kinds]
+            if not places:
+                del self._places[block], self._known[block]
         return changes
 
 

@@ -72,6 +72,32 @@ def test_blocks_of_others_get_our_names_by_their_tokens() -> None:
     assert own.num_blocks == 0
 
 
+def test_a_hybrid_model_of_vllm_sends_its_states_first_and_without_the_blocks_that_have_none() -> None:
+    own = reader()
+    states = [stored(IDS, [13], group_idx=group, kv_cache_spec_kind="mamba") for group in (0, 1)]
+    pages = stored(IDS, [11, 12, 13], group_idx=2, kv_cache_spec_kind="full_attention")
+    found = own.read(batch(*states, pages))
+    assert {(one.kind, *one.each_name) for one in found} == {("checkpoint", NAMES[2]), ("pages", *NAMES)}
+    assert {(one.kind, one.names) for one in own.everything()} == {
+        ("checkpoint", NAMES[2]),
+        *(("pages", name) for name in NAMES),
+    }
+
+    def gone(block: int, group: int) -> list[tuple[bool, str, list[bytes]]]:
+        event = {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": group}
+        return [(one.born, one.kind, one.each_name) for one in own.read(batch(event))]
+
+    assert gone(13, 1) == [(False, "checkpoint", [NAMES[2]])]  # a state of which one group is missing is none
+    assert gone(13, 0) == []
+    assert own.read(batch(states[0])) == []
+    assert [one.kind for one in own.read(batch(states[1]))] == ["checkpoint"]
+    assert gone(12, 2) == [(False, "pages", [NAMES[1]])]
+    removed = {"type": "BlockRemoved", "block_hashes": [11], "medium": "GPU", "group_idx": 2}
+    back = own.read(batch(removed, stored(IDS[:4], [11], group_idx=2, kv_cache_spec_kind="full_attention")))
+    assert [(one.born, one.each_name) for one in back] == [(False, [NAMES[0]]), (True, [NAMES[0]])]
+    assert own.num_unknown == 0
+
+
 def test_events_without_names_of_their_fields_as_older_versions_send_them_and_without_groups_as_sglang() -> None:
     found = reader().read(batch(["BlockStored", [5, 6], None, IDS[:8], PAGE, None, "GPU"], ["AllBlocksCleared"]))
     assert [(one.kind, one.each_name) for one in found] == [("pages", NAMES[:2]), ("everything", [])]

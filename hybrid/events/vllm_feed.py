@@ -1,0 +1,113 @@
+"""The KV events of a vLLM on this machine as a feed of ours, which followers of other machines can have safely."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+from zmq.constants import SocketOption, SocketType
+
+from hybrid.events.feed import Feed
+from hybrid.events.vllm import VllmReader
+from hybrid.events.wire import WireError
+
+log: logging.Logger = logging.getLogger(__name__)
+
+QUIET = 1.0
+"""Seconds without a batch after which vLLM is asked whether one was missed."""
+
+PATIENCE = 5.0
+"""Seconds in which it is to answer."""
+
+
+class VllmFeed:
+    """Reads vLLM's batches and numbers their changes as those of a cache. For one event loop.
+
+    Batches are numbered. One that is missing is asked for; where vLLM does not remember it any more, all that was known
+    is forgotten, so that less is promised than is there.
+
+    Args:
+        endpoint, replay_endpoint: of vLLM's `kv_events_config`, such as "ipc://PATH".
+        following, of_namespace: name prefixes (`hybrid.tiers.tier`).
+
+    Attributes:
+        feed: of the changes.
+        num_lost: how often batches were lost for good.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        following: Callable[[bytes, bytes, int], list[bytes]],
+        of_namespace: Callable[[str], bytes],
+    ) -> None:
+        self._reader = VllmReader(following, of_namespace)
+        self.feed: Feed = Feed(self._reader.everything, lambda feed: None)
+        self.num_lost: int = 0
+        self._next = 0  # the number of the batch that is to come
+        self._context = zmq.asyncio.Context()
+        self._batches, self._replay = self._context.socket(SocketType.SUB), self._context.socket(SocketType.DEALER)
+        for socket, address in ((self._batches, endpoint), (self._replay, replay_endpoint)):
+            socket.setsockopt(SocketOption.LINGER, 0)
+            socket.connect(address)
+        self._batches.setsockopt(SocketOption.SUBSCRIBE, b"")
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self._catch_up()
+        while True:
+            content: list[bytes] | None = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    content = await self._batches.recv_multipart()
+            if content is None:
+                await self._catch_up()
+                continue
+            number = int.from_bytes(content[-2], "big")
+            if number > self._next:
+                await self._catch_up()
+            self._take(number, content[-1])
+
+    async def _catch_up(self) -> None:
+        """Ask for the batches from the next one on, and read what vLLM remembers of them."""
+        await self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    content = await self._replay.recv_multipart()
+                    number = int.from_bytes(content[-2], "big", signed=True)
+                    if number < 0:
+                        return
+                    self._take(number, content[-1])
+
+    def _take(self, number: int, content: bytes) -> None:
+        """Read a batch; one that was read already is passed over."""
+        if number < self._next:
+            return
+        try:
+            if number > self._next:
+                raise WireError(f"batches {self._next} to {number - 1} are lost")
+            changes = self._reader.read(content)
+        except WireError as error:
+            log.warning("vLLM's events: %s; what is known is forgotten", error)
+            self.num_lost += 1
+            changes = self._reader.clear()
+            if number > self._next:
+                with suppress(WireError):
+                    changes = changes + self._reader.read(content)
+        self._next = number + 1
+        for change in changes:
+            self.feed.add(change._replace(ids=b""))
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._batches.close(0)
+        self._replay.close(0)
+        self._context.term()
