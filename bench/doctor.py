@@ -4,21 +4,27 @@
     python bench/doctor.py --record hits.json --engine vllm lmsys:3 lmsys:6    # in an environment with vLLM 0.33
     python bench/doctor.py --record hits.json --engine sglang fewshot@104:4    # with SGLang 0.5.23, after make sglang
     python bench/doctor.py --check hits.json                                   # in this package's: compares them
+    python bench/doctor.py --cost 100000                                       # how long replays take
 
 A cell is a trace of `bench/traces.py`, a seed if it is not the trace's own, and gigabytes (1e9 bytes). The first two
 write the cached tokens of each request; the third replays them and exits with status 1 where hit rates are more than
 half a point apart. Of vLLM blocks of 528 tokens and one token of an answer a step, of SGLang pages of 64 tokens and its
-Rust core; layers as those of a Qwen3.5-4B. `--first N` takes the first requests of each trace alone.
+Rust core; layers as those of a Qwen3.5-4B. `--first N` takes the first requests of each trace alone. `--cost` replays
+hashes of many chats, about 4,000 tokens a prompt, with 24 GiB, and says how many seconds each engine took, and how much
+memory at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +106,38 @@ def check(path: Path) -> int:
     return int(worst > 0.5)
 
 
+def chats() -> Iterator[dict[str, Any]]:
+    """Requests of two sets of short chats and one of long ones at a time, then of others alike, without end."""
+    for seed in count(1000):  # away from the seeds of other cells
+        made = [(name, one) for name in ("lmsys", "sharegpt") for one in make(name, seed)]
+        made += [("more", one) for one in make("lmsys", seed + 1000)]
+        yield from (one for _, one in sorted(made, key=lambda each: (each[1]["ts"], each[0], each[1]["session_id"])))
+
+
+def cost(num_requests: int, engines: list[str]) -> int:
+    """Print how long replays of many requests take."""
+    from hybrid.doctor import Sizes, replay
+    from hybrid.doctor.request import hashed
+    from hybrid.doctor.traffic import Traffic
+
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        for one in islice(chats(), num_requests):
+            hashes = hashed(one["input_tokens"] + one["output_tokens"]).tobytes().hex()
+            lengths = {"prompt_tokens": one["num_input_tokens"]}
+            lengths["tokens"] = one["num_input_tokens"] + one["num_output_tokens"]
+            file.write(json.dumps({**lengths, "hashes": hashes}) + "\n")
+        file.flush()
+        traffic = Traffic.read(file.name)
+    tokens = traffic.num_prompt_tokens / traffic.num_requests
+    print(f"{traffic.num_requests} requests of {tokens:.0f} tokens, read in {traffic.seconds:.0f} s", flush=True)
+    for engine in engines:
+        # The first engine is explained, which takes another replay: that of SGLang takes the least.
+        row = replay(traffic, Sizes(*SIZES), ["sglang", engine], models=True, cures=False).rows[1]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"{engine}: {row.seconds:.1f} s, {row.hit_rate:.1f} % hit, peak of memory {peak:.0f} MiB", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", metavar="TRACE[@SEED]:GB")
@@ -107,7 +145,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="requests of each trace (default: all)")
     parser.add_argument("--record", type=Path, help="write the hits of the engine's own scheduler")
     parser.add_argument("--check", type=Path, help="compare the models with these hits")
+    parser.add_argument("--cost", type=int, metavar="REQUESTS", help="time replays of so many requests")
     args = parser.parse_args()
+    if args.cost is not None:
+        return cost(args.cost, ["sglang", "vllm", "lru", "marconi", "hybrid"])
     if args.check is not None:
         return check(args.check)
     if args.record is None or not args.cells:

@@ -19,6 +19,9 @@ from hybrid.errors import ArgumentError
 
 MODEL_HELP = "folder or hub id of a checkpoint (default: 'tiny', the model inside the package)"
 
+API_KEY = "HYBRID_API_KEY"
+"""The environment variable with the key of a server's callers."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -159,7 +162,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--name", help="of the model, in requests and responses (default: MODEL)")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a key")
     add("--port", type=integer(0, 65535), default=8000, help="0: any that is free (default: 8000)")
-    add("--api-key", help="key of all callers (default: HYBRID_API_KEY in the environment; none: none is needed)")
+    add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
     add("--memory", help="size of the cache: '512MiB', or '50%%' of what is free (default: chosen by what is free)")
     add("--host-memory", help="memory for copies of what is evicted, '8GiB' (default: none)")
@@ -193,7 +196,7 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--name", help="of the model, in requests and responses (default: MODEL)")
     add("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a key")
     add("--port", type=integer(1, 65535), default=8000, help="(default: 8000)")
-    add("--api-key", help="key of all callers (default: HYBRID_API_KEY in the environment; none: none is needed)")
+    add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
     add("--memory", help="size of the cache of each replica: '512MiB', '20%%' (default: chosen by what is free)")
     add("--host-memory", help="memory of each for copies of what is evicted, '8GiB' (default: none)")
@@ -243,7 +246,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "files of logged requests, one a line; or: anonymize FILE; or: watch URL [FILE...]"
     add("traffic", metavar="TRAFFIC", nargs="+", help=text)
     text = "whose sizes: a config.json, its folder, a hub id, 'tiny', or bytes per token and of a state, 32768,51511296"
-    add("--model", default="32768,51511296", help=f"{text} (default: these, of a Qwen3.5 with 4B parameters)")
+    add("--model", help=f"{text} (default: these, of a Qwen3.5 with 4B parameters; of watch: what hybrid serve shows)")
+    add_dtype(parser, otherwise="that of the configuration")
     add("--memory", action="append", help="bytes of the cache, '24GiB'; may be repeated (default: 24GiB)")
     names = ("vllm", "sglang", "hybrid", "lru", "marconi", "bound")
     text = f"{', '.join(names)} (no cache hits more); may be repeated; the first is explained (default: vllm, sglang, "
@@ -262,6 +266,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--decode-rate", type=seconds, metavar="N", help=text)
     add("--price", type=seconds, metavar="P", help="of a million tokens of prompts that are computed, for costs")
     add("--within", type=seconds, default=5.0, help="points that watch allows between server and replay (default: 5)")
+    add("--api-key", help=f"of watch: key of a server that needs one (default: {API_KEY} in the environment)")
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:

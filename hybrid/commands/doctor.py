@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from hybrid.commands.commands import Outcome
+from hybrid.commands.commands import API_KEY, Outcome
 from hybrid.doctor.replay import replay
 from hybrid.doctor.sizes import Sizes
 from hybrid.doctor.text import Template
@@ -19,6 +21,9 @@ from hybrid.doctor.watch import watch
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.models.loading import TINY
 from hybrid.prompts.encode import load_tokenizer
+
+MODEL = "32768,51511296"
+"""Sizes of a Qwen3.5 with 4B parameters in bfloat16."""
 
 KEEPS = (
     "kept: which prompts share which beginnings (a salted hash of each 16 tokens and all before them), numbers of "
@@ -68,7 +73,8 @@ def _read(names: list[str], template: Template) -> Traffic:
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     """The sizes of the model that is named."""
-    return replace(Sizes.of(args.model), block_size=args.block_size)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    return replace(Sizes.of(args.model or MODEL, dtype), block_size=args.block_size)
 
 
 def _tokenizer(name: str | None) -> object:
@@ -122,7 +128,7 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
     """Read a running server's figures, and compare them with what a replay of its traffic predicts."""
     if not rest:
         raise ArgumentError("hybrid doctor watch URL [TRAFFIC]: give the address of a server, http://localhost:8000")
-    figures = watch(rest[0])
+    figures = watch(rest[0], args.api_key or os.environ.get(API_KEY))
     console.print(str(figures), markup=False, soft_wrap=True)
     result = {"engine": figures.engine, "prompt_tokens": figures.num_tokens, "hit_tokens": figures.hit_tokens}
     if len(rest) == 1:
@@ -134,6 +140,10 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
         sizes = replace(sizes, block_size=figures.block_size)
     if engine == "vllm" and figures.num_blocks is not None and not args.memory:
         memory = figures.num_blocks * sizes.vllm_groups(sizes.vllm_block_size)[2]
+    if engine == "hybrid" and figures.sizes is not None and args.model is None:
+        sizes = figures.sizes
+    if engine == "hybrid" and figures.memory is not None and not args.memory:
+        memory = figures.memory
     row = replay(
         traffic,
         sizes,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.commands import Outcome
+from hybrid.commands.commands import API_KEY, Outcome
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.errors import ArgumentError
@@ -21,9 +21,6 @@ from hybrid.serve.async_engine import AsyncEngine
 if TYPE_CHECKING:
     from hybrid.server.service import ServerLimits
     from hybrid.server.tenants import Caller
-
-KEY = "HYBRID_API_KEY"
-"""The environment variable with the key of all callers."""
 
 
 def callers_of(args: argparse.Namespace, command: str) -> dict[str, Caller]:
@@ -34,13 +31,13 @@ def callers_of(args: argparse.Namespace, command: str) -> dict[str, Caller]:
     """
     from hybrid.server.tenants import EVERYONE, LOOPBACK, read_keys
 
-    key = args.api_key or os.environ.get(KEY)
+    key = args.api_key or os.environ.get(API_KEY)
     if key and args.keys:
         raise ArgumentError(f"{command}: --keys has a key for each tenant; leave --api-key out")
     keys = read_keys(args.keys) if args.keys else {key: EVERYONE} if key else {}
     if not keys and args.host not in LOOPBACK:
         raise ArgumentError(
-            f"{command}: --host {args.host} is reached by other machines, which needs --api-key, {KEY} or --keys"
+            f"{command}: --host {args.host} is reached by other machines, which needs --api-key, {API_KEY} or --keys"
         )
     return keys
 

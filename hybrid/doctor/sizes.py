@@ -108,13 +108,14 @@ class Sizes:
         return cls(per_token, sum(tensor.num_bytes for tensor in spec.state), layers, states, name)
 
     @classmethod
-    def of(cls, model: str | Path) -> Sizes:
+    def of(cls, model: str | Path, dtype: torch.dtype | None = None) -> Sizes:
         """The sizes of a model, by name or by hand.
 
         Args:
             model: a folder with a config.json, such a file of any name, a hub id, or bytes per token and per state as
                 "32768,51511296", with the numbers of layers that keep them if they are not 8 and 24:
                 "32768,51511296,8,24". Of a hub id the configuration alone is downloaded.
+            dtype: in which the model runs; None: that of the configuration.
 
         Raises:
             CheckpointError: there is no such configuration. UnsupportedModelError: what its model keeps was not found.
@@ -132,7 +133,8 @@ class Sizes:
             return cls(numbers[0], numbers[1], layers[0], layers[1], str(model))
         path = TINY if model == "tiny" else Path(model)
         config = _configuration(path)
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+        if dtype is None:
+            dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
         family = ARCHITECTURES.get(config.model_type)
         if family is not None:
             return cls.of_spec(family.spec(config, dtype), str(model))

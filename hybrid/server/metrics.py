@@ -65,7 +65,8 @@ class Collector:
         return found
 
     def _of_the_engine(self) -> Iterator[Any]:
-        engine, cache = self._server.engine.stats(), self._server.engine.engine.cache.stats()
+        engine, served = self._server.engine.stats(), self._server.engine.engine.cache
+        cache = served.stats()
         used = engine.bytes_used / engine.bytes_total if engine.bytes_total else 0.0
         yield self._gauge("vllm:num_requests_running", "Requests that have memory.", engine.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for memory.", engine.waiting)
@@ -91,6 +92,9 @@ class Collector:
             held.add_metric([*self._labels, name], size)
         held.add_metric([*self._labels, "free"], engine.bytes_free)
         yield held
+        token_bytes = cache.page_bytes / served.config.page_size
+        yield self._gauge("hybrid:token_bytes", "Bytes of a token's part of a page.", token_bytes)
+        yield self._gauge("hybrid:checkpoint_bytes", "Bytes of a checkpoint.", cache.checkpoint_bytes)
         text = "Tokens of prompts whose pages were cached."
         yield self._counter("hybrid:page_hit_tokens", text, cache.page_tokens)
         yield self._gauge("hybrid:checkpoints", "Checkpoints of recurrent state that are cached.", cache.checkpoints)

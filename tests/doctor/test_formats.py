@@ -134,5 +134,10 @@ def test_figures_of_a_server() -> None:
     figures = figures_of(text, "page")
     assert (figures.engine, figures.hit_rate) == ("vllm", 25.0)
     assert (figures.block_size, figures.num_blocks) == (256, 40)
+    text += 'hybrid:cache_bytes{kind="pages"} 1e6\nhybrid:cache_bytes{kind="free"} 500.0\n'
+    text += "hybrid:token_bytes 1024.0\nhybrid:checkpoint_bytes 229376.0\n"
+    figures = figures_of(text, "page")  # hybrid serve has vLLM's names
+    assert (figures.engine, figures.hit_rate, figures.memory) == ("hybrid", 25.0, 1000500)
+    assert figures.sizes == Sizes(1024, 229376)
     with pytest.raises(ArgumentError, match="none of the counters"):
         figures_of("process_cpu_seconds_total 3\n", "page")
