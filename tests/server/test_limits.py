@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, TenantConfig
+from hybrid.doctor.watch import figures_of
 from hybrid.server.tenants import Caller, read_keys
 from support.served import ASKED, Poster, served
 
@@ -54,7 +55,8 @@ def test_a_tenant_sees_its_own_alone(tenants: tuple[Poster, ...]) -> None:
     assert {"ann", "bob"} <= {one["tenant"] for one in everything.get("/live").json()["ended"]}
     assert "bob" not in ann.get("/metrics").text and 'tenant="bob"' in everything.get("/metrics").text
     assert 'hybrid:memory_held{engine="0",model_name="tiny",tenant="ann"} 0.' in ann.get("/metrics").text
-    assert "vllm:prefix_cache_hits_total" in everything.get("/metrics").text
+    figures = figures_of(everything.get("/metrics").text, "/metrics")
+    assert (figures.engine, figures.sizes is None) == ("hybrid", False)
     assert "vllm:" not in ann.get("/metrics").text.replace("model_name", "")
     nodes = [
         json.loads(who.get("/tree").text.split("const snapshot = ")[1].split(";\n")[0])["nodes"] for who in tenants
