@@ -7,12 +7,16 @@ one, or that of the form which its chat template writes.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
+
 from hybrid.errors import PromptError, VersionError
+from hybrid.prompts.cut_calls import PARAMETER, cut_call, written_arguments
 
 Template = dict[str, Any]
 
@@ -43,13 +47,16 @@ XML_CALLS: Template = {
     "close_pattern": r"</function>\s*</tool_call>",
     "repeats": True,
     "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "content_args": {"tag_pattern": PARAMETER},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
 """Calls as `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
 
 PLAIN: Template = {"start_anchor": "\0", "fields": {CONTENT: {"content": "text"}}}
 """Answers without parts."""
+
+ENDS = 64
+"""Characters at the end of an answer in which the mark that ends a call is looked for."""
 
 TAIL_TOKENS = 64
 """Tokens at the end of a prompt in which the beginning of the answer's message is looked for first."""
@@ -62,12 +69,19 @@ class ToolCall:
     Attributes:
         id: of this call, for the message with its result.
         name: of the tool.
-        arguments: by name, of the types that the tool's schema gives them.
+        arguments: by name, of the types that the tool's schema gives them. Of a call that was cut, the whole ones.
+        cut: the JSON of the arguments up to where the answer ended within the call; None: the call is whole.
     """
 
     id: str
     name: str
     arguments: dict[str, Any]
+    cut: str | None = None
+
+    @property
+    def json_arguments(self) -> str:
+        """The arguments as JSON, as far as they were written."""
+        return self.cut if self.cut is not None else orjson.dumps(self.arguments).decode()
 
     def message(self) -> dict[str, Any]:
         """The call as an entry of `tool_calls` of an assistant's message."""
@@ -80,7 +94,7 @@ class ParsedAnswer:
 
     Attributes:
         reasoning, content: texts without the marks around them, and without white space at their ends.
-        tool_calls: those that are complete.
+        tool_calls: those that are complete; at the end of the answer also one that was cut (`ToolCall.cut`).
         delta_reasoning, delta_content: the ends of the texts that the output before this one did not have.
         delta_tool_calls: the calls that it did not have.
     """
@@ -145,8 +159,11 @@ class AnswerParser:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise PromptError(f"the answer cannot be taken apart: {error!s:.300}") from error
         self._texts = {REASONING: _Text(), CONTENT: _Text()}
+        self._form: Template = template.get("fields", {}).get(CALLS, {})
+        self._properties = dict(map(_name_and_properties, tools))
         self._calls: list[ToolCall] = []
         self._raw = ""  # of a call that is not complete
+        self._end = ""  # of the text
         self._failed = False
         self._field: str | None = None
         self._take(self._parser.initial_events)
@@ -158,28 +175,29 @@ class AnswerParser:
 
     def feed(self, text: str) -> None:
         """The answer continues with this text."""
+        self._end = (self._end + text)[-ENDS:]
         self._run(lambda: self._parser.feed(text), text)
 
     def finish(self) -> None:
         """The answer has ended: what was held back, as the beginning of a mark, is part of it."""
-        self._run(lambda: self._parser.finalize()[1], "")
+        self._run(lambda: self._parser.finalize()[1], "", is_end=True)
 
     def parts(self) -> ParsedAnswer:
         """The parts up to now."""
         return ParsedAnswer(self._texts[REASONING].text, self._texts[CONTENT].text, tuple(self._calls))
 
-    def _run(self, step: Any, text: str) -> None:
+    def _run(self, step: Any, text: str, is_end: bool = False) -> None:
         if self._failed:
             self._texts[CONTENT].add(text)
             return
         try:
-            self._take(step())
+            self._take(step(), is_end)
         except (ValueError, TypeError, KeyError):  # a model wrote it: from here on it is the text that it is
             self._failed = True
             self._texts[CONTENT].add(self._raw + text)
 
-    def _take(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
+    def _take(self, events: list[dict[str, Any]], is_end: bool = False) -> None:
+        for at, event in enumerate(events, 1):
             kind, field = event["type"], event["field"]
             if kind == "region_open":
                 self._field, self._raw = field, ""
@@ -191,17 +209,50 @@ class AnswerParser:
             else:
                 self._field = None
                 if field == CALLS:
-                    self._add_calls(event["value"])
+                    is_cut = is_end and at == len(events) and not self._is_closed()
+                    if not is_cut or not self._add_cut(event["value"]):
+                        self._add_calls(event["value"], "" if is_cut else "</tool_call>")
 
-    def _add_calls(self, value: Any) -> None:
+    def _is_closed(self) -> bool:
+        """Tell whether the text ends with the mark that ends a call."""
+        close = self._form.get("close_pattern") or re.escape(str(self._form.get("close")))
+        return re.search(rf"(?:{close})\s*\Z", self._end) is not None
+
+    def _add_cut(self, value: Any) -> bool:
+        """Add the call in which the answer ended. Returns whether that much of it can be read."""
+        if self._form is XML_CALLS:
+            name, arguments = value["function"]["name"], value["function"]["arguments"]
+            cut = written_arguments(self._raw, arguments, self._properties.get(name, {}))
+        elif self._form is JSON_CALLS and (found := cut_call(self._raw)) is not None:
+            name, arguments, cut = found
+        else:
+            return False
+        self._calls.append(ToolCall(_new_id(), name, arguments, cut))
+        return True
+
+    def _add_calls(self, value: Any, end: str) -> None:
         for call in value if isinstance(value, list) else [value]:
             function = call.get("function", call) if isinstance(call, dict) else None
             name = function.get("name") if isinstance(function, dict) else None
             arguments = function.get("arguments") or {} if isinstance(function, dict) else None
             if not isinstance(name, str) or not isinstance(arguments, dict):
-                self._texts[CONTENT].add(f"{TOOL_CALL}{self._raw}</tool_call>")
+                self._texts[CONTENT].add(f"{TOOL_CALL}{self._raw}{end}")
                 return
-            self._calls.append(ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments))
+            self._calls.append(ToolCall(_new_id(), name, arguments))
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _name_and_properties(tool: Tool) -> tuple[str, Mapping[str, Any]]:
+    """The name of a tool, and the schemas of its arguments by name."""
+    function = _mapping(tool.get("function", tool))
+    return str(function.get("name")), _mapping(_mapping(function.get("parameters")).get("properties"))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _parser_class() -> Any:

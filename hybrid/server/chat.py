@@ -12,6 +12,7 @@ import orjson
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.answer_parser import ToolCall
+from hybrid.prompts.cut_calls import name_and_arguments
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import AnswerChange, Changes, chat_logprobs, whole
 from hybrid.server.call import Call
@@ -21,7 +22,7 @@ from hybrid.server.openai_messages import openai_messages
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Server, new_id
-from hybrid.server.tools import Tools, name_and_arguments, openai_tools
+from hybrid.server.tools import Tools, openai_tools
 
 DONE = b"data: [DONE]\n\n"
 
@@ -244,8 +245,7 @@ class ChatWriter:
 
 def call_of(call: ToolCall) -> dict[str, Any]:
     """A call of a tool, in OpenAI's form."""
-    arguments = orjson.dumps(call.arguments).decode()
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.json_arguments}}
 
 
 def called(text: str, name: str | None) -> dict[str, Any] | None:

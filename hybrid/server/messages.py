@@ -9,17 +9,17 @@ import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.prompts.cut_calls import whole_part
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import AnswerChange, Changes, whole
 from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt
 from hybrid.server.call import Call
-from hybrid.server.chat import call_of, called
+from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed
 from hybrid.server.service import Server, new_id
-from hybrid.server.tools import whole_part
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -158,7 +158,7 @@ class MessageWriter:
         if change.text:
             events += self._write(TEXT, change.text)
         for call in change.calls:
-            events += self._close() + self._write(_tool_use(call_of(call)), orjson.dumps(call.arguments).decode())
+            events += self._close() + self._write(_tool_use(call.name, call.arguments), call.json_arguments)
         self._num_calls += len(change.calls)
         return events
 
@@ -186,7 +186,7 @@ class MessageWriter:
         """The end of the content, why it ended, and the usage as it was."""
         output, events = outputs[0], b""
         if self._text and (call := called(self._text, None)) is not None:
-            events = self._write(_tool_use(call), call["function"]["arguments"])
+            events = self._write(_made(call), call["function"]["arguments"])
         elif self._open is None and not self._num_blocks and self._tools.forced is None and output.token_ids:
             events = self._write(TEXT, "")
         events += self._close()
@@ -209,10 +209,11 @@ class MessageWriter:
         if self._tools.forced is not None:
             only = self._tools.only
             call = called(change.text, only["function"]["name"] if only is not None else None)
-            content += [_tool_use(call)] if call is not None else []
+            content += [_made(call)] if call is not None else []
         else:
-            content += [TEXT | {"text": change.text}] if change.text or (change.token_ids and not change.calls) else []
-            content += [_tool_use(call_of(call)) for call in change.calls]
+            is_empty = not content and not change.calls and change.token_ids
+            content += [TEXT | {"text": change.text}] if change.text or is_empty else []
+            content += [_tool_use(call.name, call.arguments) for call in change.calls]
         return self._message(content, _usage_of(output), *self._stop(output, len(change.calls)))
 
     def _stop(self, output: RequestOutput, num_calls: int) -> tuple[str, str | None]:
@@ -225,11 +226,15 @@ class MessageWriter:
         return STOPS.get(reason, reason), None
 
 
-def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """A block; of arguments that max_tokens has cut it has what is whole."""
+    return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": arguments}
+
+
+def _made(call: dict[str, Any]) -> dict[str, Any]:
+    """The block of a call that had to be made."""
     function = call["function"]
-    given = whole_part(function["arguments"])
-    return {"type": "tool_use", "id": new_id("toolu_"), "name": function["name"], "input": given}
+    return _tool_use(function["name"], whole_part(function["arguments"]))
 
 
 def _usage_of(output: RequestOutput) -> dict[str, Any]:

@@ -293,7 +293,7 @@ class ResponseWriter:
             events += self._write("message", change.text)
         for call in change.calls:
             events += self._close("completed")
-            events += self._write("function_call", orjson.dumps(call.arguments).decode(), call.name)
+            events += self._write("function_call", call.json_arguments, call.name)
         return events
 
     def _write(self, kind: str, text: str, name: str = "") -> bytes:
@@ -359,17 +359,17 @@ class ResponseWriter:
         output = outputs[0]
         (change,) = whole(output)
         status = "incomplete" if output.finish_reason == "length" else "completed"
-        items = [_item("reasoning", change.reasoning, "completed")] if change.reasoning else []
+        parts = [("reasoning", change.reasoning, "")] if change.reasoning else []
         if self._tools.forced is not None:
             only = self._tools.only
             call = called(change.text, only["function"]["name"] if only is not None else None)
-            if call is not None:
-                items.append(_item("function_call", call["function"]["arguments"], status, call["function"]["name"]))
-            return self._response(status, items, output)
-        if change.text or (change.token_ids and not change.calls):
-            items.append(_item("message", change.text, status))
-        for made in change.calls:
-            items.append(_item("function_call", orjson.dumps(made.arguments).decode(), status, made.name))
+            parts += [("function_call", call["function"]["arguments"], call["function"]["name"])] if call else []
+        else:
+            is_empty = not parts and not change.calls and change.token_ids
+            parts += [("message", change.text, "")] if change.text or is_empty else []
+            parts += [("function_call", made.json_arguments, made.name) for made in change.calls]
+        ends = ["completed"] * (len(parts) - 1) + [status]
+        items = [_item(kind, text, end, name) for (kind, text, name), end in zip(parts, ends, strict=bool(parts))]
         return self._response(status, items, output)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import orjson
 
 from hybrid.prompts.tool_grammar import call_schema
 from hybrid.server.errors import HttpError
@@ -77,48 +74,6 @@ def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments."""
     found: dict[str, Any] = tool["function"]["parameters"]
     return found
-
-
-CALL = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"arguments": ?')
-"""The beginning of a call that may be of several tools, up to its arguments."""
-
-
-def name_and_arguments(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call that may be of several tools, as far as they were written; None: not even
-    the name is whole."""
-    begun = CALL.match(text)
-    if begun is None:
-        return None
-    try:
-        orjson.loads(text)
-        end = len(text) - 1  # without the brace that closes the call
-    except ValueError:  # the answer ended at its length
-        end = len(text)
-    name: str = orjson.loads(begun[1])
-    return name, text[begun.end() : end]
-
-
-def whole_part(text: str) -> dict[str, Any]:
-    """What is whole of a JSON object that may have been cut: members that are not are left out."""
-    try:
-        found: dict[str, Any] = orjson.loads(text)
-        return found
-    except ValueError:
-        pass
-    closers, kept = [], "{}"
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|["{}\[\],]', text):
-        if token[0] in "{[":
-            closers.append("}" if token[0] == "{" else "]")
-        elif token[0] in "}]":
-            closers.pop()
-        elif token[0] == '"':  # the text in which it was cut
-            break
-        elif token[0] != ",":
-            continue
-        end = token.start() if token[0] == "," else token.end()
-        kept = text[:end] + "".join(reversed(closers))
-    whole: dict[str, Any] = orjson.loads(kept)
-    return whole
 
 
 def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None, template: str) -> Tools:

@@ -1,5 +1,6 @@
 """Answers in their parts: reasoning, content and calls of tools, however the text comes."""
 
+import json
 import random
 import sys
 from types import SimpleNamespace
@@ -69,6 +70,43 @@ def test_reasoning_content_and_calls_are_found_in_pieces_of_any_size(form: str, 
     assert len({one.id for one in found.tool_calls}) == 2
     message = found.message()
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 7, "note": "two\nlines"}}
+
+
+@pytest.mark.parametrize("form", ["xml", "json"])
+def test_a_call_that_was_cut_has_what_was_written_of_it(form: str) -> None:
+    chat = " ".join(MARKS) + ("<function=" if form == "xml" else "")
+    call = XML if form == "xml" else JSON
+    written = []
+    for end in range(len(call) + 1):
+        parser = parser_of(chat)
+        for at in range(0, end, 3):
+            parser.feed(call[at : min(end, at + 3)])
+        assert parser.parts().tool_calls == () or call[:end].endswith("</tool_call>")
+        parser.finish()
+        found = parser.parts()
+        if not found.tool_calls:
+            assert not written and found.content == call[:end].strip()
+            continue
+        (one,) = found.tool_calls
+        assert one.name == "add" and found.content == ""
+        assert all({"a": 7, "note": "two\nlines"}[name] == value for name, value in one.arguments.items())
+        assert one.cut is not None or one.arguments == json.loads(one.json_arguments)
+        written.append("".join(one.json_arguments.split(" ")))
+    whole = '{"a":7,"note":"two\\nlines"}'
+    assert written[-1] == whole and all(whole.startswith(text) for text in written)
+    assert written == sorted(written, key=len) and len({*written}) > 10
+
+
+def test_a_call_that_was_cut_within_what_is_no_call_is_the_text_that_it_is() -> None:
+    for text in (
+        '<tool_call>\n{"name": "add", "arguments": ]}',
+        '<tool_call>{"name": "add", "arguments": [1, {',
+        "<tool_call>",
+    ):
+        parser = parser_of(" ".join(MARKS))
+        parser.feed(text)
+        parser.finish()
+        assert parser.parts() == ParsedAnswer(content=text)
 
 
 def test_a_call_that_is_none_is_the_text_that_it_is() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybrid.prompts.cut_calls import whole_part
 from support.scripted import Script, call_text
 from support.served import Poster, events, served
 
@@ -84,6 +85,56 @@ def test_a_call_that_must_be_made_may_have_texts(script: tuple[Script, Poster]) 
     choice = post.chat(tools=tools, tool_choice="required", max_tokens=120).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and json.loads(call["function"]["arguments"]) == {"text": text}
+
+
+def test_a_call_that_was_cut_has_what_was_written_in_each_api(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    note = {"name": "note", "parameters": {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}}
+    text = "</think>\n\n" + call_text("note", n=12, text="two\nlines of it")
+    full = '{"n":12,"text":"two\\nlines of it"}'
+    size = len(model.tokens(text))
+    written: list[str] = []
+    for length in range(2, size + 2, 5):
+        body: dict[str, Any] = {"tools": [{"type": "function", "function": note}], "max_tokens": length}
+        model.says(text, text)
+        choice = post.chat(**body).json()["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in events(post.chat(**body, stream=True))]
+        message = {"role": "assistant", "content": "".join(one["delta"].get("content") or "" for one in chunks)}
+        calls = [call["function"] for one in chunks for call in one["delta"].get("tool_calls", [])]
+        assert calls == [call["function"] for call in choice["message"].get("tool_calls", [])]
+        assert message["content"] == (choice["message"]["content"] or "")
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"] == ("length" if length <= size else "tool_calls")
+        written += [call["arguments"] for call in calls]
+
+        tool = {"name": "note", "input_schema": note["parameters"]}
+        body = {"messages": ASKED, "tools": [tool], "max_tokens": length}
+        model.says(text, text)
+        blocks = post("/v1/messages", **body).json()["content"]
+        found: list[dict[str, Any]] = []
+        for event in events(post("/v1/messages", **body, stream=True)):
+            if event["type"] == "content_block_start":
+                found.append(event["content_block"] | {"pieces": ""})
+            elif event["type"] == "content_block_delta":
+                found[-1]["pieces"] += event["delta"].get("text", "") + event["delta"].get("partial_json", "")
+        assert [block["type"] for block in found] == [block["type"] for block in blocks]
+        made = [block for block in blocks if block["type"] == "tool_use"]
+        assert [block["pieces"] for block in found if "input" in block] == [call["arguments"] for call in calls]
+        assert all(
+            whole_part(call["arguments"]).items() <= one["input"].items() for call, one in zip(calls, made, strict=True)
+        )
+
+        body = {"input": "note", "tools": [{"type": "function"} | note], "max_output_tokens": length}
+        model.says(text, text)
+        items = post("/v1/responses", **body).json()["output"]
+        last = events(post("/v1/responses", **body, stream=True))[-1]["response"]["output"]
+        ids = "id", "call_id"
+        without = [
+            [{key: value for key, value in one.items() if key not in ids} for one in made] for made in (items, last)
+        ]
+        assert without[0] == without[1]
+        assert [one["arguments"] for one in items if "arguments" in one] == [call["arguments"] for call in calls]
+    assert written[-1] == full and all(full.startswith(one) for one in written)
+    assert len({*written}) > 3
 
 
 def test_reasoning_comes_back_with_the_items_of_a_response(script: tuple[Script, Poster]) -> None:

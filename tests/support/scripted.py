@@ -50,6 +50,11 @@ class Script:
             replace(loaded, tokenizer=self._tokenizer, default_params=params), cache, engine.config
         )
 
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of an answer, without its end."""
+        found: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return found
+
     def says(self, *texts: str) -> None:
         """What the next answers are."""
         self.texts = deque(texts)
@@ -58,7 +63,7 @@ class Script:
         """Have the next token be the script's."""
         if not answer:
             text = self.texts.popleft() if self.texts else ""
-            self._saying = [*self._tokenizer(text, add_special_tokens=False).input_ids, self._end] if text else []
+            self._saying = [*self.tokens(text), self._end] if text else []
         if len(answer) < len(self._saying):
             logits.fill_(-1e9)[self._saying[len(answer)]] = 0
         return logits

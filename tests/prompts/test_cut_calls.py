@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hybrid.server.tools import name_and_arguments, whole_part
+from hybrid.prompts.cut_calls import name_and_arguments, whole_part
 
 
 def test_what_is_whole_of_arguments_that_were_cut() -> None:
