@@ -1,24 +1,31 @@
 #!/usr/bin/env python
-"""Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of; a
-family of models against Qwen3.5.
+"""Our engine against llama.cpp and transformers on a CPU, on the same random Qwen3.5; deterministic mode against fast
+mode; our threads; what a decode step consists of; a family of models against Qwen3.5.
 
-    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|server|threads|costs|decays] [--json]
+    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only PART ...] [--json]
     python bench/cpu.py --family NAME [--dtype float32] [--json]
 
 `--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
-side runs alone. Medians of runs that alternate between the sides. Exit status 1 when a target is missed.
+side runs alone. int8 is compared with its q8_0, int4 with its Q4_K_M, the others with the same type. With transformers,
+in the faster of float32 and bfloat16, all types are compared at once. Medians of runs that alternate between the sides.
+Exit status 1 when a target is missed.
 
     cmake -B build -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF
-    cmake --build build --target llama-bench llama-batched-bench llama-server
+    cmake --build build --target llama-bench llama-batched-bench llama-quantize llama-server
+
+On a CPU with AMX gcc 12 optimises the configuration of its tiles away, and its programs crash; `_tile_loadconfig` needs
+inline assembly there.
 """
 
+import copy
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,12 +54,22 @@ from hybrid import CacheConfig, Engine
 from hybrid.kernels import ops
 from hybrid.kernels.cpu.delta_rule import chunk_gated_delta_rule
 from hybrid.models import causal_lm, layers
+from hybrid.models.torch_functions import use_torch_functions
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
 """What makes a model of 0.5B parameters of that of 51M."""
 
 PROMPT, SHARED, OWN, STEPS = 1024, 4096, 64, 32
+FOUR_BITS = "Q4_K_M"
 CLIENTS, NEW, SERVER = 16, 16, "http://127.0.0.1:18113"
+
+TYPES = ("float32", "bfloat16", "int8", "int4")
+
+TARGETS: dict[str, tuple[float | None, ...]] = {"int8": (0.9, 0.9, 0.9, 0.9), "int4": (0.9, 0.7, None, None)}
+"""Seconds of decode of one, a step of eight, a prefill and a hit over llama.cpp's."""
+
+GOALS = {"prefill": {2: 1.7, 4: 2.8}, "step of eight": {2: 1.5, 4: 2.8}}
+"""How many times as fast as one thread so many are to be."""
 
 PRODUCTS, REST, ALL = "products", "all else", "all"
 
@@ -85,12 +102,19 @@ program.main()
 """
 
 
+PARTS = ("llama", "transformers", "modes", "server", "costs", "threads", "decays")
+
+
 class Llama:  # its own benchmarks, on a checkpoint of ours
     def __init__(self, source: Path, checkpoint: Path, dtype: str, threads: int) -> None:
         self._programs, self._threads, self._file = source / "build" / "bin", threads, checkpoint / "model.gguf"
-        kind = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}[dtype]
+        kind = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0", "int4": "f32"}[dtype]
         command = [sys.executable, "-c", CONVERT, str(source), str(checkpoint), str(self._file), kind]
         subprocess.run(command, check=True, capture_output=True)
+        if dtype == "int4":
+            whole, self._file = self._file, checkpoint / "small.gguf"
+            command = [str(self._programs / "llama-quantize"), str(whole), str(self._file), FOUR_BITS]
+            subprocess.run(command, check=True, capture_output=True)
 
     def seconds(self, new: int, steps: int, depth: int = 0) -> float:
         """Of `new` prompt tokens, or of a decode step, after `depth` tokens."""
@@ -151,21 +175,25 @@ def against_server(engine: Engine, llama: Llama | None, runs: int) -> list[Line]
     return [ratio(name, t, "ours", "llama", 0.2, at_most=True)]
 
 
+def how(dtype: str) -> dict[str, Any]:
+    """Arguments of an engine; weights of eight and four bits are those of a model of float32."""
+    return {"dtype": "float32", "load_dtype": dtype} if dtype.startswith("int") else {"dtype": dtype}
+
+
 def prefill(engine: Engine, cached: tuple[int, ...] = ()) -> float:
     """Of a new prompt, or of new tokens after cached ones."""
     return first_token(engine, [*cached, *ids(OWN)] if cached else ids(PROMPT))
 
 
-def against_llama(engine: Engine, llama: Llama | None, runs: int, strict: int) -> list[Line]:
-    """`strict`: which of the targets counts, fp32 or bf16, then those of the large model."""
+def against_llama(engine: Engine, llama: Llama | None, runs: int, dtype: str) -> list[Line]:
     document = tuple(ids(SHARED))
     prefill(engine, document)
-    one, eight = (1.2, 1.5, 1.1, 1.3)[strict], (1.1, 1.2)[strict % 2]
-    work: list[tuple[str, float, Callable[[], float], Callable[[Llama], float]]] = [
+    one, eight, prompt, hit = TARGETS.get(dtype, (0.9, 0.6, 0.8, 0.9))
+    work: list[tuple[str, float | None, Callable[[], float], Callable[[Llama], float]]] = [
         ("decode of one", one, partial(decode_step, engine, 1, PROMPT, STEPS), lambda it: it.seconds(0, STEPS, PROMPT)),
         ("step of eight", eight, partial(decode_step, engine, 8, OWN, STEPS), Llama.of_eight),
-        ("prefill", 1.0, partial(prefill, engine), lambda it: it.seconds(PROMPT, 0)),
-        ("hit", 1.0, partial(prefill, engine, document), lambda it: it.seconds(OWN, 0, SHARED)),
+        ("prefill", prompt, partial(prefill, engine), lambda it: it.seconds(PROMPT, 0)),
+        ("hit", hit, partial(prefill, engine, document), lambda it: it.seconds(OWN, 0, SHARED)),
     ]
     lines = []
     for name, target, mine, theirs in work:
@@ -175,13 +203,95 @@ def against_llama(engine: Engine, llama: Llama | None, runs: int, strict: int) -
     return lines
 
 
-def of_threads(engine: Engine, runs: int) -> list[Line]:
+class Transformers:
+    """The same checkpoint in transformers' own model, in both types."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.models: list[Any] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+            use_torch_functions(model)
+            self.models.append(model)
+
+    def sides(self, work: Callable[[Any], float]) -> dict[str, Callable[[], float]]:
+        """The work in each type."""
+        return {f"transformers' {str(model.dtype)[6:]}": partial(work, model) for model in self.models}
+
+
+@torch.inference_mode()
+def their_prompt(model: Any) -> float:
+    return timed(lambda: model(torch.tensor([ids(PROMPT)]), use_cache=True, logits_to_keep=1))
+
+
+@torch.inference_mode()
+def their_step(model: Any, requests: int, length: int, steps: int) -> float:
+    """Median seconds of a step."""
+    past = model(torch.tensor([ids(length) for _ in range(requests)]), use_cache=True, logits_to_keep=1).past_key_values
+    token = torch.zeros(requests, 1, dtype=torch.int64)
+    one = partial(model, token, past_key_values=past, use_cache=True)
+    return statistics.median(timed(one) for _ in range(steps))
+
+
+def their_hit(model: Any, past: Any) -> float:
+    own = copy.deepcopy(past)  # the only copy that works: a cache is changed in place
+    with torch.inference_mode():
+        new = torch.tensor([ids(OWN)])
+        return timed(lambda: model(new, past_key_values=own, use_cache=True, logits_to_keep=1))
+
+
+def against_transformers(path: Path, runs: int, types: Sequence[str] = TYPES) -> list[Line]:
+    """Seconds in each of our types over those of transformers in the faster of its types."""
+    theirs, document = Transformers(path), tuple(ids(SHARED))
+    with torch.inference_mode():
+        past = {
+            id(model): model(torch.tensor([document]), use_cache=True, logits_to_keep=1).past_key_values
+            for model in theirs.models
+        }
+    engines = {dtype: Engine.from_pretrained(path, cache=CacheConfig(memory="512MiB"), **how(dtype)) for dtype in types}
+    for engine in engines.values():
+        prefill(engine, document)
+    work: list[tuple[str, float | None, Callable[[Engine], float], Callable[[Any], float]]] = [
+        ("prefill", 0.4, prefill, their_prompt),
+        ("decode of one", 0.45, lambda it: decode_step(it, 1, OWN, STEPS), lambda it: their_step(it, 1, OWN, STEPS)),
+        ("step of eight", None, lambda it: decode_step(it, 8, OWN, STEPS), lambda it: their_step(it, 8, OWN, STEPS)),
+        ("hit", 0.6, lambda it: prefill(it, document), lambda it: their_hit(it, past[id(it)])),
+    ]
+    lines = []
+    for name, target, mine, their in work:
+        sides = {dtype: partial(mine, engine) for dtype, engine in engines.items()}
+        t = alternate(runs, **sides, **theirs.sides(their))
+        best = min(theirs.sides(their), key=lambda side: t[side] or 0.0)
+        for dtype in types:
+            own: Medians = {dtype: t[dtype], best: t[best]}
+            lines.append(ratio(f"{name}, {dtype}: seconds over transformers'", own, dtype, best, target, at_most=True))
+    return lines
+
+
+def of_modes(engine: Engine, runs: int) -> list[Line]:
+    """Seconds of deterministic mode over those of fast mode."""
+    fast = engine.with_cache(CacheConfig(memory="1GiB", deterministic=False))
+    works = {
+        "prefill": prefill,
+        "decode of one": lambda it: decode_step(it, 1, OWN, STEPS),
+        "step of eight": lambda it: decode_step(it, 8, OWN, STEPS),
+    }
+    lines = []
+    for name, work in works.items():
+        t = alternate(runs, deterministic=partial(work, engine), fast=partial(work, fast))
+        lines.append(ratio(f"{name}: deterministic over fast", t, "deterministic", "fast", 1.02, at_most=True))
+    return lines
+
+
+def of_threads(engine: Engine, runs: int, cores: int) -> list[Line]:
     lines = []
     works = {"prefill": partial(prefill, engine), "step of eight": partial(decode_step, engine, 8, OWN, STEPS)}
     for name, work in works.items():
-        sides = {str(n): lambda n=n, work=work: (torch.set_num_threads(n), work())[1] for n in (1, 2, 4)}
+        goals = {n: goal for n, goal in GOALS[name].items() if n <= cores}
+        sides = {str(n): lambda n=n, work=work: (torch.set_num_threads(n), work())[1] for n in (1, *goals)}
         t = alternate(runs, **sides)
-        lines += [ratio(f"{name}: 1 thread over {n}", t, "1", n, goal) for n, goal in (("2", 1.7), ("4", 2.8))]
+        lines += [ratio(f"{name}: 1 thread over {n}", t, "1", str(n), goal) for n, goal in goals.items()]
     return lines
 
 
@@ -255,14 +365,13 @@ def decays(runs: int, tokens: int = PROMPT, heads: int = 16, size: int = 128, ch
     return [ratio("chunk rule: decays beyond e^-87 over none", t, "far", "near", 1.25, at_most=True)]
 
 
-def of_family(name: str, how: dict[str, Any], runs: int) -> list[Line]:
+def of_family(name: str, options: dict[str, Any], runs: int) -> list[Line]:
     """Seconds of steps of a family, for each byte of weights that a token reads, over those of Qwen3.5."""
     lines = []
     with TemporaryDirectory() as folder:
         paths = {side: save_random_family(Path(folder) / side, side) for side in ("qwen3_5_text", name)}
-        engines = {
-            side: Engine.from_pretrained(path, cache=CacheConfig(memory="1GiB"), **how) for side, path in paths.items()
-        }
+        cache = CacheConfig(memory="1GiB")
+        engines = {side: Engine.from_pretrained(path, cache=cache, **options) for side, path in paths.items()}
     works = {"decode of one": (1, PROMPT, 1.1), "step of eight": (8, OWN, None)}
     for work, (requests, length, target) in works.items():
         sides = {side: partial(decode_step, engine, requests, length, STEPS) for side, engine in engines.items()}
@@ -283,28 +392,29 @@ def main() -> int:
     parser = arguments(__doc__, runs=3, threads=True)
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built in its folder build")
     parser.add_argument("--large", action="store_true", help="a model of 0.5B parameters instead of 51M")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8", "int4"), default="float32")
+    parser.add_argument("--dtype", choices=TYPES, default="float32")
     parser.add_argument(
         "--family", choices=sorted(OF_FAMILIES), help="a family of models against Qwen3.5, and nothing else"
     )
-    parser.add_argument("--only", choices=("llama", "server", "threads", "costs", "decays"))
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, metavar="PART", help=", ".join(PARTS))
     args = parser.parse_args()
-    how = {"load_dtype": args.dtype} if args.dtype.startswith("int") else {"dtype": args.dtype}
     if args.family:
         torch.set_num_threads(args.threads)
-        return finish(of_family(args.family, how, args.runs), args, model=args.family, dtype=args.dtype)
+        return finish(of_family(args.family, how(args.dtype), args.runs), args, model=args.family, dtype=args.dtype)
     with random_model(args, **(LARGE if args.large else {})) as (path, _):
-        load = partial(Engine.from_pretrained, path, cache=CacheConfig(memory="2GiB"), **how)
+        load = partial(Engine.from_pretrained, path, cache=CacheConfig(memory="2GiB"), **how(args.dtype))
         engine = load()
         llama = Llama(args.llama, path, args.dtype, args.threads) if args.llama else None
         parts = {
-            "llama": lambda: against_llama(engine, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
+            "llama": lambda: against_llama(engine, llama, args.runs, args.dtype),
+            "transformers": lambda: against_transformers(path, args.runs),
+            "modes": lambda: of_modes(engine, args.runs),
             "server": lambda: against_server(engine, llama, args.runs),
             "costs": lambda: costs(engine, load, args.dtype),
-            "threads": lambda: of_threads(engine, args.runs),
+            "threads": lambda: of_threads(engine, args.runs, os.cpu_count() or 1),
             "decays": lambda: decays(args.runs),
         }
-        lines = [line for name, part in parts.items() if args.only in (None, name) for line in part()]
+        lines = [line for name, part in parts.items() if name in args.only for line in part()]
     return finish(lines, args, model="0.5B" if args.large else "51M", dtype=args.dtype)
 
 

@@ -40,11 +40,35 @@ LINEAR = [*["linear_attention"] * 3, "full_attention"] * 2
 STATE_SPACE = {"mamba_n_heads": 20, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_d_state": 64}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 896}
 FULL = {name: SIZES[name] for name in [*SIZES][:6]}
+LATENT = {
+    **FULL,
+    "num_key_value_heads": 8,
+    "layer_types": LINEAR,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "mlp_layer_types": [*["dense"] * 4, *["sparse"] * 4],
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 896,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": LATENT,
     "bamba": {**FULL, **STATE_SPACE, "attn_layer_indices": [3, 7]},
     "falcon_h1": {**FULL, **STATE_SPACE, "num_hidden_layers": 6, "mamba_d_ssm": 1280},
     "gemma3_text": {**FULL, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2, "sliding_window": 512},
+    "gpt_oss": {
+        **FULL,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "sliding_window": 128,
+        "intermediate_size": 896,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
     "granitemoehybrid": {
         **FULL,
         **STATE_SPACE,
@@ -52,9 +76,27 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "shared_intermediate_size": 1792,
     },
+    "jamba": {
+        **FULL,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 3,
+        "intermediate_size": 896,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 40,
+    },
+    "kimi_linear": {**LATENT, "linear_num_heads": 10, "linear_head_dim": 64},
     "lfm2": {**FULL, "layer_types": [*["conv"] * 3, "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**FULL, **EXPERTS, "layer_types": [*["conv"] * 3, "full_attention"] * 2, "num_dense_layers": 2},
     "llama": FULL,
+    "minimax": {
+        **FULL,
+        "layer_types": LINEAR,
+        "intermediate_size": 896,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
     "nemotron_h": {
         **FULL,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3,
@@ -69,9 +111,11 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 896,
         "moe_shared_expert_intermediate_size": 896,
     },
+    "olmo_hybrid": {**SIZES, "layer_types": LINEAR, "linear_num_key_heads": 10, "linear_num_value_heads": 10},
     "qwen3": FULL,
     "qwen3_5_moe_text": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 896},
     "qwen3_5_text": SIZES,
+    "qwen3_next": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 896},
 }
 """Sizes of models of about as many parameters, by the names of `hybrid.commands.random_checkpoints.FAMILIES`."""
 

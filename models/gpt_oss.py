@@ -1,8 +1,8 @@
 """gpt-oss: sliding windows and full attention by turns, each head with a score that takes a share of the attention and
 gives nothing (a sink), and mixtures of experts whose gates and products are bounded.
 
-Published checkpoints keep experts as 4-bit floats (`hybrid.models.quantized_files`). Attention is plain torch
-(`hybrid.kernels.reference.scored_attention`), on a CPU with compiled products and shares.
+Published checkpoints keep experts as 4-bit floats (`hybrid.models.quantized_files`). Attention is compiled on a CPU,
+and plain torch elsewhere (`hybrid.kernels.reference.scored_attention`).
 """
 
 from typing import Any
@@ -24,28 +24,18 @@ from hybrid.spec import HybridSpec, TokenTensor
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def scores_of(attention: Any) -> Scores:
-    """How a layer scores keys: on a CPU with compiled operations, whose bits depend on no other row."""
-    scale, sinks = attention.scale, attention.sinks
-    compiled = kernels.compiled_for("elementwise", sinks)
-    if compiled is None:
-        return Scores(scale, None, sinks)
-
-    def multiply(rows: Tensor, matrices: Tensor) -> Tensor:
-        return torch.stack([linear(*one, 0) for one in zip(rows, matrices, strict=True)])
-
-    def softmax(scores: Tensor) -> Tensor:
-        rows = scores.flatten(0, 1)
-        shares: Tensor = compiled.softmax(rows, rows.new_ones(len(rows), dtype=torch.float64))
-        return shares.view_as(scores)
-
-    return Scores(scale, None, sinks, multiply, softmax)
+def exact_sinks(attention: Any) -> Tensor:
+    """The sinks of a layer in fp32, computed once."""
+    if attention.exact is None:
+        attention.exact = attention.sinks.detach().float()
+    found: Tensor = attention.exact
+    return found
 
 
 class SinkAttention(PlainAttention):
     """A full-attention layer with sinks; keys and values are in pages."""
 
-    reads_on_host: bool = True  # lengths of sequences
+    exact: Tensor | None = None
 
     def add_norms(self, config: Any) -> None:
         """Make the sinks, and no norms."""
@@ -53,17 +43,21 @@ class SinkAttention(PlainAttention):
 
     def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
         """Attention of queries, `[T, heads, head_dim]`."""
-        pages, scores, parts = kv[:, self.layer], scores_of(self), []
+        compiled: Any = kernels.compiled_for("attention", q)
+        pages, parts = kv[:, self.layer], []
         for part in batch.groups:
-            places = part.block_table, part.cu_seqlens, part.seq_lens
-            parts.append(paged_scored_attention(q[part.rows], pages, *places, scores, chunk_size))
+            places = q[part.rows], pages, part.block_table, part.cu_seqlens, part.seq_lens
+            if compiled is not None:
+                parts.append(compiled.paged_attention_with_sinks(*places, self.scale, exact_sinks(self)))
+            else:
+                parts.append(paged_scored_attention(*places, Scores(self.scale, None, self.sinks), chunk_size))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class SinkWindowAttention(WindowAttention):
     """A layer with a sliding window and sinks; the keys and values in it are in state slots."""
 
-    reads_on_host: bool = True  # lengths of sequences
+    exact: Tensor | None = None
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer, config.head_dim)
@@ -79,15 +73,31 @@ class SinkWindowAttention(WindowAttention):
     def attend(self, *args: Any) -> Tensor:
         """Attention of prompts."""
         *inputs, chunk_size = args
-        given: list[Any] = [*inputs, scores_of(self), chunk_size]
+        compiled: Any = kernels.compiled_for("attention", inputs[0])
+        if compiled is not None:
+            y: Tensor = compiled.window_attention(*inputs, self.scale, chunk_size, exact_sinks(self))
+            return y
+        given: list[Any] = [*inputs, Scores(self.scale, None, self.sinks), chunk_size]
         return scored_window_attention(*given)
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
         q, k, v, positions = inputs
-        pages, table, starts, lengths = ring_pages(k, v, positions, self._rings(state), steps)
-        scores = scores_of(self)
-        return paged_scored_attention(q, pages, table, starts, lengths, scores, chunk_size=1)
+        compiled: Any = kernels.compiled_for("attention", q)
+        if compiled is not None:
+            y: Tensor = compiled.decode_windows(*inputs, self._rings(state), *steps, self.scale, exact_sinks(self))
+            return y
+        pages = ring_pages(k, v, positions, self._rings(state), steps)
+        return paged_scored_attention(q, *pages, Scores(self.scale, None, self.sinks), chunk_size=1)
+
+
+def _with_biases(y: Tensor, biases: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+    """What experts give for pairs, each with the bias of its expert."""
+    compiled: Any = kernels.compiled_for("experts", y)
+    if compiled is not None:
+        found: Tensor = compiled.add_biases(y, biases, experts, order)
+        return found
+    return y + biases[experts.flatten()[order]]
 
 
 class BiasedRouter(ExpertRouter):
@@ -96,11 +106,14 @@ class BiasedRouter(ExpertRouter):
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.num_local_experts, config.num_experts_per_tok, normalise=True)
         self.bias = nn.Parameter(torch.empty(config.num_local_experts), requires_grad=False)
+        self.exact_bias: Tensor | None = None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
         assert self.bias is not None
-        logits = linear(x.float(), self._matrix(), batch.decode_start) + self.bias.float()
+        if self.exact_bias is None:
+            self.exact_bias = self.bias.detach().float()
+        logits = linear(x.float(), self._matrix(), batch.decode_start) + self.exact_bias
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
 
@@ -125,13 +138,18 @@ class BoundedExperts(Experts):
         if batch.prefills is not None and kernels.uses_triton(x.device):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.down_proj.shape[0], decode_start)
-        num_prompt, owner = decode_start * top_k, experts.flatten()[order]
-        y = kernels.expert_linear(x, self.inputs, order, ends, top_k, num_prompt) + self.gate_up_proj_bias[owner]
-        y = kernels.expert_linear(self.activated(y), self.down_proj, order, ends, 0, num_prompt)
-        return kernels.combine_experts(y + self.down_proj_bias[owner], places, weights)
+        num_prompt = decode_start * top_k
+        y = kernels.expert_linear(x, self.inputs, order, ends, top_k, num_prompt)
+        y = self.activated(_with_biases(y, self.gate_up_proj_bias, experts, order))
+        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt)
+        return kernels.combine_experts(_with_biases(y, self.down_proj_bias, experts, order), places, weights)
 
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""
+        compiled: Any = kernels.compiled_for("elementwise", y)
+        if compiled is not None:
+            found: Tensor = compiled.bounded_silu_and_mul(y, self.alpha, self.limit)
+            return found
         gate = y[..., ::2].float().clamp(max=self.limit)
         up = y[..., 1::2].float().clamp(-self.limit, self.limit)
         return ((up + 1) * kernels.sigmoid_and_mul(gate, gate * self.alpha)).to(y.dtype)

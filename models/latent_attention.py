@@ -32,8 +32,6 @@ class LatentAttention(nn.Module):
             `[heads * size, kv_lora_rank]`. Adapters do not change them.
     """
 
-    reads_on_host: bool = True  # the slots that rows are stored to
-
     def __init__(self, config: Any, layer: int, scale: float | None = None, gated: bool = False) -> None:
         super().__init__()
         self.layer = layer
@@ -67,17 +65,17 @@ class LatentAttention(nn.Module):
         plain, turned = self._queries(x, batch).unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
         row, turned_row = self.kv_a_proj_with_mqa(x, batch).split((self.rank, self.sizes[1]), dim=-1)
         turned, turned_row = _rotated(turned, rotary), _rotated(turned_row.unsqueeze(1), rotary)
-        rows = torch.cat((self.kv_a_layernorm(row).unsqueeze(1), turned_row), dim=-1)
+        rows = torch.cat((self.kv_a_layernorm(row), turned_row.flatten(1)), dim=-1).unsqueeze(1)
+        parts = zip(_by_head(plain, self._key_up(), batch), turned.unbind(1), strict=True)
+        q = torch.cat([part for both in parts for part in both], dim=-1).unflatten(-1, (self.heads, -1))
         pages = kv[:, self.layer].expand(-1, 2, *kv.shape[3:])  # values lie where keys do
-        kernels.store_kv(rows, rows, pages, batch.slot_mapping)
-        copy_keys_and_values(pages, batch.copies)
-        q = torch.cat((_by_head(plain, self._key_up(), batch), turned), dim=-1)
+        q = _stored(q, rows, pages, batch)
         seen = attend_to_pages(q, pages, batch, self.scale, chunk_size)[..., : self.rank]
-        y = _by_head(seen, self.value_up.unflatten(0, (self.heads, -1)), batch)
+        y = torch.cat(_by_head(seen, self.value_up.unflatten(0, (self.heads, -1)), batch), dim=-1)
         if self.g_proj is not None:
-            gate = self.g_proj(x, batch).unsqueeze(-1).expand(y.shape)
-            y = kernels.sigmoid_and_mul(y.flatten(1), gate.flatten(1)).view(y.shape)
-        return self.o_proj(y.flatten(1), batch)
+            heads = y.unflatten(-1, (self.heads, -1)).flatten(0, 1)
+            y = _gated(heads, self.g_proj(x, batch).flatten()).view(y.shape)
+        return self.o_proj(y, batch)
 
     def _queries(self, x: Tensor, batch: Batch) -> Tensor:
         if not self.is_short:
@@ -91,10 +89,30 @@ class LatentAttention(nn.Module):
         return self.turned_key_up
 
 
-def _by_head(x: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-    """The products of rows `[T, heads, in]` with the matrices of their heads, `[heads, out, in]`."""
-    each = [linear(x[:, head].contiguous(), own, batch.decode_start) for head, own in enumerate(weight)]
-    return torch.stack(each, dim=1)
+def _by_head(x: Tensor, weight: Tensor, batch: Batch) -> list[Tensor]:
+    """The products `[T, out]` of rows `[T, heads, in]` with the matrices of their heads, `[heads, out, in]`."""
+    return [linear(own, matrix, batch.decode_start) for own, matrix in zip(x.unbind(1), weight, strict=True)]
+
+
+def _stored(q: Tensor, rows: Tensor, pages: Tensor, batch: Batch) -> Tensor:
+    """Write rows `[T, 1, size]` to the slots of the batch. Returns the queries."""
+    compiled: Any = kernels.compiled_for("elementwise", q)
+    if compiled is not None:
+        none = q.new_empty(len(q), 0)
+        q = compiled.rotate_store(q, rows, rows, none, none, pages, batch.slot_mapping)
+    else:
+        kernels.store_kv(rows, rows, pages, batch.slot_mapping)
+    copy_keys_and_values(pages, batch.copies)
+    return q
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Rows times the logistic function of their gate, `[rows]`."""
+    compiled: Any = kernels.compiled_for("elementwise", x)
+    if compiled is not None:
+        y: Tensor = compiled.gate_rows(x, gate)
+        return y
+    return kernels.sigmoid_and_mul(x, gate.unsqueeze(1).expand(x.shape).contiguous())
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -102,6 +120,10 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     pairs come before the second ones."""
     if not rotary.cos.shape[-1]:
         return x
+    compiled: Any = kernels.compiled_for("elementwise", x)
+    if compiled is not None:
+        y: Tensor = compiled.rotate_pairs(x, rotary.cos, rotary.sin)
+        return y
     return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), rotary.cos, rotary.sin)
 
 

@@ -34,6 +34,20 @@ def paged_attention(
     return _paged(query, cache, block_table, cu_seqlens, seq_lens, scale, first, 0)
 
 
+def paged_attention_with_sinks(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sinks: Tensor,
+) -> Tensor:
+    """`paged_attention` of heads that have a score beside those of their keys, `[heads]` fp32, which takes a share of
+    the attention and gives nothing."""
+    return _paged(query, cache, block_table, cu_seqlens, seq_lens, scale, 0, 0, sinks)
+
+
 def window_attention(
     query: Tensor,
     key: Tensor,
@@ -46,9 +60,10 @@ def window_attention(
     captures: Tensor,
     scale: float,
     chunk_size: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.attention.window_attention`; a token's bits depend on its position and on what it sees alone, wherever
-    the prompt is cut."""
+    the prompt is cut. `sinks`: as of `paged_attention_with_sinks`."""
     kind_of("window_attention", query, key, value, rings)
     window = rings.shape[2]
 
@@ -56,7 +71,7 @@ def window_attention(
         """The keys and values of one request are a page; blocks of it end at fixed positions of the sequence."""
         page = F.pad(both, (0, 0, 0, 0, base % BLOCK, 0)).unsqueeze(0)
         starts, lengths = torch.tensor([0, len(rows)]), torch.tensor([page.shape[2]])
-        return _paged(rows, page, torch.zeros(1, 1, dtype=torch.int64), starts, lengths, scale, 0, window)
+        return _paged(rows, page, torch.zeros(1, 1, dtype=torch.int64), starts, lengths, scale, 0, window, sinks)
 
     slots = state_read, state_write, captures
     return over_rings(query, key, value, rings, cu_seqlens, seq_lens, *slots, attend)
@@ -72,9 +87,10 @@ def decode_windows(
     state_read: Tensor,
     state_write: Tensor,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`hybrid.models.attention.decode_windows`, by the numbers of its steps; a token that reads `LEFT_OUT` is not
-    computed."""
+    computed. `sinks`: as of `paged_attention_with_sinks`."""
     heads_lie_right = all(each.stride()[1:] == (each.shape[2], 1) for each in (key, value))
     kind = kind_of("window_attention", query, key, value, rings, lies_right=heads_lie_right and rings.stride(4) == 1)
     positions, state_read, state_write = positions.contiguous(), state_read.contiguous(), state_write.contiguous()
@@ -91,7 +107,7 @@ def decode_windows(
     args = (*addresses, *slots, *sizes, *strides)
     run(_advance_rings, kind, args, kv_heads, 1, 2 * tokens * key[0].numel() // MIN_SHARED)
     table, new, lengths = found.split((tokens, tokens + 1, tokens))
-    return _paged(query, pages, table.unsqueeze(1), new, lengths, scale, 0, 0)
+    return _paged(query, pages, table.unsqueeze(1), new, lengths, scale, 0, 0, sinks)
 
 
 def _paged(
@@ -103,9 +119,10 @@ def _paged(
     scale: float,
     first: int,
     window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    kept = KEPT.get(cache.dtype, UNPACKED)
-    kind = kind_of("paged_attention", query, *(() if kept else (cache,)), lies_right=cache.stride(-1) == 1)
+    kept, exact = KEPT.get(cache.dtype, UNPACKED), () if sinks is None else (sinks,)
+    kind = kind_of("paged_attention", query, *(() if kept else (cache,)), exact=exact, lies_right=cache.stride(-1) == 1)
     query, output = query.contiguous(), torch.empty(query.shape, dtype=query.dtype)
     table, starts, seq_lens = block_table.contiguous(), cu_seqlens.contiguous(), seq_lens.contiguous()
     (tokens, heads, size), requests = query.shape, len(seq_lens)
@@ -114,6 +131,7 @@ def _paged(
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
     sizes = requests, heads, kv_heads, size, page_size
     args = (*addresses, *strides, *sizes, bits(scale), first, kept, row_bytes, window)
+    args = (*args, 0 if sinks is None else sinks.data_ptr())
     tiles = min(tokens, requests + tokens // TOKENS)  # at most: how long each request is, is not read here
     work = table.numel() * page_size * kv_heads * size * tokens // max(requests, 1)
     run(_attend, kind, args, tiles * kv_heads, 1, work // MIN_SHARED)

@@ -21,6 +21,8 @@ _gated_rms_norm = Compiled(f"{COMPILED}.elementwise", "gated_rms_norm")
 _silu_and_mul = Compiled(f"{COMPILED}.elementwise", "silu_and_mul")
 _gelu_and_mul = Compiled(f"{COMPILED}.elementwise", "gelu_and_mul")
 _sigmoid_and_mul = Compiled(f"{COMPILED}.elementwise", "sigmoid_and_mul")
+_gate_rows = Compiled(f"{COMPILED}.elementwise", "gate_rows")
+_bounded_silu_and_mul = Compiled(f"{COMPILED}.elementwise", "bounded_silu_and_mul")
 _silu = Compiled(f"{COMPILED}.elementwise", "silu")
 _squared_relu = Compiled(f"{COMPILED}.elementwise", "squared_relu")
 _add = Compiled(f"{COMPILED}.elementwise", "add")
@@ -28,6 +30,7 @@ _mul = Compiled(f"{COMPILED}.elementwise", "mul")
 _scale = Compiled(f"{COMPILED}.elementwise", "scale")
 _rotary = Compiled(f"{COMPILED}.elementwise", "rotary")
 _rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
+_rotate_pairs = Compiled(f"{COMPILED}.elementwise", "rotate_pairs")
 _norm_rotate_store = Compiled(f"{COMPILED}.elementwise", "norm_rotate_store")
 _softmax = Compiled(f"{COMPILED}.elementwise", "softmax")
 _log_softmax = Compiled(f"{COMPILED}.elementwise", "log_softmax")
@@ -86,6 +89,38 @@ def _of_two(function: Compiled, first: Tensor, second: Tensor) -> Tensor:
     count, size = a.shape
     args = a.data_ptr(), b.data_ptr(), y.data_ptr(), a.stride(0), b.stride(0), size
     run(function, kind, args, count, 1, count * size // MIN_SHARED)
+    return y
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Each row times the logistic function of its gate.
+
+    Args:
+        x: `[rows, size]`.
+        gate: `[rows]`, of the same type.
+    """
+    kind = kind_of("gate_rows", x, gate, lies_right=x.dim() == 2 and gate.shape == x.shape[:1])
+    x, gate, y = by_rows(x), gate.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    args = x.data_ptr(), gate.data_ptr(), y.data_ptr(), x.stride(0), x.shape[1]
+    run(_gate_rows, kind, args, len(x), 1, x.numel() // MIN_SHARED)
+    return y
+
+
+def bounded_silu_and_mul(x: Tensor, steepness: float, limit: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(steepness * gate)` of rows in which gates and what they are multiplied with come by
+    turns: gates at most `limit`, the others within it.
+
+    Args:
+        x: `[rows, 2 * size]`.
+
+    Returns:
+        `[rows, size]`.
+    """
+    kind = kind_of("bounded_silu_and_mul", x, lies_right=x.dim() == 2 and x.shape[1] % 2 == 0)
+    x, size = by_rows(x), x.shape[1] // 2
+    y = torch.empty(len(x), size, dtype=x.dtype)
+    args = x.data_ptr(), y.data_ptr(), x.stride(0), size, bits(steepness), bits(limit)
+    run(_bounded_silu_and_mul, kind, args, len(x), 1, y.numel() // MIN_SHARED)
     return y
 
 
@@ -176,6 +211,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
     args = (*addresses, x.stride(0), x.stride(1), heads, size, cos.shape[-1])
     run(_rotate, kind, args, tokens, 1, x.numel() // MIN_SHARED)
+    return y
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads whose pairs of numbers are rotated; then the first ones of all pairs come before the second ones.
+
+    Args:
+        x: `[T, heads, size]`.
+        cos, sin: `[T, size]`.
+    """
+    kind = kind_of("rotate_pairs", x, cos, sin, lies_right=x.shape[2] == cos.shape[1])
+    x, cos, sin, y = by_rows(x), cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads, size = x.shape
+    addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+    run(_rotate_pairs, kind, (*addresses, *x.stride()[:2], heads, size), tokens, 1, x.numel() // MIN_SHARED)
     return y
 
 

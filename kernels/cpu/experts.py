@@ -24,6 +24,7 @@ _route_experts = Compiled(f"{COMPILED}.experts", "route_experts")
 _choose_experts = Compiled(f"{COMPILED}.experts", "choose_experts")
 _sort_by_expert = Compiled(f"{COMPILED}.experts", "sort_by_expert")
 _take_pairs_at = Compiled(f"{COMPILED}.experts", "take_pairs")
+_add_biases = Compiled(f"{COMPILED}.experts", "add_biases")
 _combine_experts = Compiled(f"{COMPILED}.experts", "combine_experts")
 _add_shared = Compiled(f"{COMPILED}.experts", "add_shared")
 
@@ -98,6 +99,23 @@ def _take_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     output = torch.empty(len(order), x.shape[1], dtype=x.dtype)
     args = x.data_ptr(), output.data_ptr(), order.data_ptr(), x.stride(0), x.shape[1], top_k
     run(_take_pairs_at, kind, args, len(order), 1, output.numel() // MIN_SHARED)
+    return output
+
+
+def add_biases(y: Tensor, biases: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+    """What experts give for pairs, each with the bias of its expert.
+
+    Args:
+        y: `[pairs, size]`, in the order of `sort_by_expert`.
+        biases: `[experts, size]`, of the same type.
+        experts: `[T, top_k]` int64, those of tokens.
+        order: `[pairs]` int64, of `sort_by_expert`.
+    """
+    kind, y, biases = kind_of("add_biases", y, biases), by_rows(y), by_rows(biases)
+    experts, output = experts.contiguous(), torch.empty(y.shape, dtype=y.dtype)
+    addresses = tuple(tensor.data_ptr() for tensor in (y, biases, output, experts, order))
+    args = (*addresses, y.stride(0), biases.stride(0), y.shape[1])
+    run(_add_biases, kind, args, len(y), 1, y.numel() // MIN_SHARED)
     return output
 
 

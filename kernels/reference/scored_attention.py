@@ -5,23 +5,12 @@ Queries are taken in chunks that end at multiples of `chunk_size`, each over cop
 so a token's bits depend on its sequence alone, however the prompt is cut at such multiples.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid.kernels.reference.attention import gathered, over_rings
-
-
-def products_of(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Rows `[heads, Q, inner]` times the matrix of each head, `[heads, K, inner]`: `[heads, Q, K]`."""
-    return rows @ matrices.transpose(1, 2)
-
-
-def softmax_of(scores: Tensor) -> Tensor:
-    """The softmax of each row of `[heads, Q, K]`."""
-    return scores.softmax(-1)
 
 
 class Scores(NamedTuple):
@@ -31,14 +20,11 @@ class Scores(NamedTuple):
         scale: of the products of queries and keys.
         softcap: scores are bounded by it; None: they are not.
         sinks: `[heads]` a score that each head has beside those of its keys; None: there is none.
-        multiply, softmax: compute products and shares, in fp32.
     """
 
     scale: float
     softcap: float | None
     sinks: Tensor | None
-    multiply: Callable[[Tensor, Tensor], Tensor] = products_of
-    softmax: Callable[[Tensor], Tensor] = softmax_of
 
 
 def paged_scored_attention(
@@ -130,7 +116,7 @@ def scored_attention(
     (count, heads, _), kv_heads, end = query.shape, key.shape[1], first + len(key)
     rows = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     keys, values = (part.float().transpose(0, 1).contiguous() for part in (key, value))
-    products = scores.multiply(rows, keys).view(heads, count, -1) * scores.scale
+    products = (rows @ keys.transpose(1, 2)).view(heads, count, -1) * scores.scale
     if scores.softcap is not None:
         products = scores.softcap * (products / scores.softcap).tanh()
     at = torch.arange(end - count, end, device=query.device)[:, None]
@@ -142,6 +128,6 @@ def scored_attention(
     if scores.sinks is not None:
         beside = scores.sinks.float()[:, None, None].expand(-1, count, 1)
         products = torch.cat([products, beside], -1)
-    weights = scores.softmax(products)[..., : len(key)]
-    mixed = scores.multiply(weights.reshape(kv_heads, -1, len(key)), values.transpose(1, 2).contiguous())
+    weights = products.softmax(-1)[..., : len(key)]
+    mixed = weights.reshape(kv_heads, -1, len(key)) @ values
     return mixed.view(heads, count, -1).transpose(0, 1).to(query.dtype)

@@ -72,11 +72,13 @@ def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType]
     load("model").save_random_model(tmp_path)
     load_engine = partial(Engine.from_pretrained, tmp_path, cache=CacheConfig(memory="64MiB"))
     engine = load_engine()
-    lines = cpu.against_llama(engine, None, 1, 0)
+    lines = cpu.against_llama(engine, None, 1, "float32")
     assert [line.medians["ours"] > 0 and not line.reached for line in lines] == [True] * 4
     (line,) = cpu.against_server(engine, None, 1)
     assert line.medians["ours"] > 0 and not line.reached
-    assert_every_line_is_measured(cpu.of_threads(engine, 1), 4)
+    assert_every_line_is_measured(cpu.against_transformers(tmp_path, 1, ("float32", "int8")), 8)
+    assert_every_line_is_measured(cpu.of_modes(engine, 1), 3)
+    assert_every_line_is_measured(cpu.of_threads(engine, 1, 4), 4)
     assert_every_line_is_measured(cpu.decays(1, tokens=64, heads=2, size=16), 1)
     lines = cpu.costs(engine, load_engine, "float32")
     parts = {line.name.removeprefix("decode step: "): line.medians for line in lines}

@@ -420,6 +420,9 @@ CAPTURED += [
     ("lfm2, odd sizes, untied", {"dtype": "bfloat16"}),
     ("nemotron_h, odd sizes, latent, fused", {}),
     ("falcon_h1", {}),
+    ("kimi_linear, odd sizes, low rank, fused", {"dtype": "bfloat16"}),
+    ("bailing_hybrid", {}),
+    ("gpt_oss, odd sizes, tied", {"dtype": "bfloat16"}),
 ]
 
 

@@ -217,6 +217,58 @@ def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(
         assert same_bits(alone[own_places[0]], together[places[row]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_get_the_biases_of_their_experts(dtype: torch.dtype) -> None:
+    y, biases = inside(torch.randn(40, 21).to(dtype)), inside(torch.randn(6, 21).to(dtype))
+    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
+    order, _, _ = experts.sort_by_expert(chosen, 6, 0)
+    assert same_bits(experts.add_biases(y, biases, chosen, order), y + biases[chosen.flatten()[order]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_rows_and_bounded_gates(dtype: torch.dtype) -> None:
+    x, gate = inside(torch.randn(30, 37).to(dtype)), torch.randn(30).to(dtype)
+    close(elementwise.gate_rows(x, gate), x.double() * gate.double().sigmoid()[:, None])
+    both = inside(4 * torch.randn(30, 74).to(dtype))
+    gates, others = both.double()[:, ::2].clamp(max=2.5), both.double()[:, 1::2].clamp(-2.5, 2.5)
+    assert bool((both[:, ::2] > 2.5).any()) and bool((both[:, 1::2] < -2.5).any())
+    bounded = elementwise.bounded_silu_and_mul(both, 1.7, 2.5)
+    close(bounded, (others + 1) * gates * (1.7 * gates).sigmoid(), 16)
+    both[3, 7] = float("nan")
+    assert bool(elementwise.bounded_silu_and_mul(both, 1.7, 2.5)[3, 3].isnan())
+    for row in (0, 29):
+        assert same_bits(elementwise.bounded_silu_and_mul(both[row : row + 1], 1.7, 2.5)[0], bounded[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_of_numbers_are_rotated_as_halves_are(dtype: torch.dtype) -> None:
+    x, angles = inside(torch.randn(9, 3, 12).to(dtype)), torch.randn(9, 6).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    assert same_bits(elementwise.rotate_pairs(x, cos, sin), elementwise.rotate(halves, cos, sin))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_takes_a_share_of_the_attention(dtype: torch.dtype) -> None:
+    """As a key with that score and without a value; a token's bits are the same alone and in its prompt."""
+    heads, size, length, page = 4, 10, 150, 16
+    query, sinks = torch.randn(length, heads, size).to(dtype), 3 * torch.randn(heads)
+    pages = torch.randn(11, 2, page, 2, size).to(dtype)
+    table = torch.randperm(11)[:10].unsqueeze(0)
+    places = table, torch.tensor([0, length]), torch.tensor([length])
+    y = attention.paged_attention_with_sinks(query, pages, *places, 0.4, sinks)
+    keys, values = (pages[table[0], part].flatten(0, 1)[:length].double() for part in (0, 1))
+    for head in range(heads):
+        scores = query[:, head].double() @ keys[:, head // 2].t() * 0.4
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        shares = torch.cat((scores, sinks[head].double().expand(length, 1)), 1).softmax(1)[:, :length]
+        close(y[:, head], shares @ values[:, head // 2], 16)
+    for at in (0, 63, 64, 149):
+        own = table, torch.tensor([0, 1]), torch.tensor([at + 1])
+        alone = attention.paged_attention_with_sinks(query[at : at + 1], pages, *own, 0.4, sinks)
+        assert same_bits(alone[0], y[at])
+
+
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(("count", "top_k"), [(13, 3), (128, 8), (1, 1), (512, 10), (6, 6)])
 def test_experts_are_those_of_fp64_and_of_a_row_by_itself(

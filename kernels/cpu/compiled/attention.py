@@ -27,7 +27,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
 from hybrid.kernels.cpu.kinds import LEFT_OUT, UNPACKED
 from hybrid.kernels.cpu.target import BLOCK, LANES, TOKENS
 
-_LOWEST = np.float32(-np.inf)
+_LOWEST, _ONE = np.float32(-np.inf), np.float32(1)
 
 
 @compiled_inline
@@ -179,13 +179,14 @@ def advance_rings(args, kind, first, last):
 def attend(args, kind, first, last):
     """The KV heads `[first, last)`, counted through the tiles of up to TOKENS tokens of all requests. There may be
     fewer tiles. A token sees the last `window` keys up to its own, all of them if that is 0; with a window the first
-    key is at position 0."""
+    key is at position 0. Where there are sinks, the one of a head is its first score, and has no value."""
     a = numbers(args, INDEX)
     query, cache, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[5], kind)
     table, starts, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
     of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
     requests, heads, kv_heads, size, page_size = a[12], a[13], a[14], a[15], a[16]
     scale, begin, kept, row_bytes, window = as_float(np.int32(a[17])), a[18], a[19], a[20], a[21]
+    sinks, has_sinks = numbers(a[22], ZERO), a[22] != 0
     group = heads // kv_heads
     most = TOKENS * group
     own_size = most * (2 * size + BLOCK + 2)
@@ -215,8 +216,8 @@ def attend(args, kind, first, last):
                 for j in range(size):
                     put(own, j, get(q, j) * scale)
                     put(outputs, row * size + j, ZERO)
-                put(states, 2 * row, _LOWEST)
-                put(states, 2 * row + 1, ZERO)
+                put(states, 2 * row, get(sinks, kv_head * group + i) if has_sinks else _LOWEST)
+                put(states, 2 * row + 1, _ONE if has_sinks else ZERO)
         pages = at(table, request * width), page_size, of_page, of_offset
         position = begin
         unseen = end - tokens + 1 - window if window else INDEX  # keys before the window of the first token

@@ -106,6 +106,28 @@ def sigmoid_and_mul(args, kind, first, last):
             put(out, i, get(x, i) * sigmoid(get(gate, i)))
 
 
+def gate_rows(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, gates, out, stride, size = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), a[3], a[4]
+    for row in range(first, last):
+        own, y, share = at(x, row * stride), at(out, row * size), sigmoid(get(gates, row))
+        for i in range(size):
+            put(y, i, get(own, i) * share)
+
+
+def bounded_silu_and_mul(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, out, stride, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3]
+    steepness, limit = as_float(np.int32(a[4])), as_float(np.int32(a[5]))
+    for row in range(first, last):
+        own, y = at(x, row * stride), at(out, row * size)
+        for i in range(size):
+            gate, up = get(own, 2 * i), get(own, 2 * i + 1)
+            gate, up = limit if gate > limit else gate, limit if up > limit else up
+            up = -limit if up < -limit else up
+            put(y, i, (up + _ONE) * (gate * sigmoid(gate * steepness)))
+
+
 def silu(args, kind, first, last):
     a = numbers(args, INDEX)
     x, out, stride, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3]
@@ -171,6 +193,21 @@ def rotate(args, kind, first, last):
         for head in range(heads):
             own, out = at(x, token * of_token + head * of_head), at(y, (token * heads + head) * size)
             _rotate(own, cos, sin, out, size, rotary)
+
+
+def rotate_pairs(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, cosines, sines, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[3], kind)
+    of_token, of_head, heads, size = a[4], a[5], a[6], a[7]
+    half = size // 2
+    for token in range(first, last):
+        cos, sin = at(cosines, token * size), at(sines, token * size)
+        for head in range(heads):
+            own, out = at(x, token * of_token + head * of_head), at(y, (token * heads + head) * size)
+            for i in range(half):
+                even, odd = get(own, 2 * i), get(own, 2 * i + 1)
+                put(out, i, fma(even, get(cos, i), -(odd * get(sin, i))))
+                put(out, half + i, fma(odd, get(cos, half + i), even * get(sin, half + i)))
 
 
 @compiled_inline

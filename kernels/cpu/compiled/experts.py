@@ -155,6 +155,17 @@ def take_pairs(args, kind, first, last):
             target[i] = source[i]
 
 
+def add_biases(args, kind, first, last):
+    """The pairs at places `[first, last)`, each with the bias of its expert."""
+    a = numbers(args, INDEX)
+    y, biases, out = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
+    experts, order, of_row, of_bias, size = numbers(a[3], INDEX), numbers(a[4], INDEX), a[5], a[6], a[7]
+    for place in range(first, last):
+        own, bias = at(y, place * of_row), at(biases, experts[order[place]] * of_bias)
+        for i in range(size):
+            put(out, place * size + i, get(own, i) + get(bias, i))
+
+
 def combine_experts(args, kind, first, last):
     a = numbers(args, INDEX)
     y, places, weights, out = numbers(a[0], kind), numbers(a[1], INDEX), numbers(a[2], ZERO), numbers(a[3], kind)
