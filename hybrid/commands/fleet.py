@@ -19,6 +19,7 @@ from hybrid.commands.commands import Outcome
 from hybrid.commands.serve import callers_of, limits_of, name_of
 from hybrid.engine.config import EngineConfig
 from hybrid.errors import ArgumentError
+from hybrid.tiers.remote import open_store
 
 EVENTS_KEY = "HYBRID_EVENTS_KEY"
 """The environment variable with the key of the sockets of events, where a cluster was joined."""
@@ -64,6 +65,10 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     except ImportError as error:
         raise ArgumentError(f"hybrid fleet needs the extra 'ray': pip install '.[ray]' ({error})") from None
 
+    store = args.store
+    if store is not None:
+        store = store if "://" in store else str(Path(store).resolve())
+        open_store(store)  # raises what is wrong with it before anything starts
     keys, limits, name = callers_of(args, "fleet"), limits_of(args), name_of(args)
     disk, directory = args.disk, args.directory
     if args.shared_memory is not None:
@@ -88,6 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         keys=keys,
         hosts=() if keys else LOOPBACK,
         limits=limits,
+        store=store,
         events_key=(os.environ.get(EVENTS_KEY) or secrets.token_urlsafe()) if args.address is not None else None,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

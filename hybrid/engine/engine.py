@@ -733,7 +733,7 @@ class Engine:
         self._claim()
         return self._archive(prompts, namespace, adapter, after, only).to_bytes()
 
-    def load(self, source: str | Path | bytes, *, store: Store | None = None) -> Transfer:
+    def load(self, source: str | Path | bytes | Archive, *, store: Store | None = None) -> Transfer:
         """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
         What the device has no memory for goes to host memory or disk, if there is one.
 
@@ -741,7 +741,8 @@ class Engine:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        archive, model = read_archive(source, store), self._fingerprint_of_cache()
+        archive = source if isinstance(source, Archive) else read_archive(source, store)
+        model = self._fingerprint_of_cache()
         with self._steps.bookkeeping():
             return self.cache.load(archive, model=model, vocab_size=self.model.config.vocab_size)
 

@@ -10,8 +10,8 @@ NAME_BYTES = 16
 PAGES, CHECKPOINT, EVERYTHING = "pages", "checkpoint", "everything"
 """Kinds of changes."""
 
-DEVICE, HOST = "device", "host"
-"""Tiers whose changes are seen."""
+DEVICE, HOST, STORE = "device", "host", "store"
+"""Tiers whose changes are seen; the store is one that replicas of several machines share."""
 
 
 class Change(NamedTuple):
@@ -23,7 +23,7 @@ class Change(NamedTuple):
         names: the digest of the prefix at the end of each page, or at the checkpoint: `NAME_BYTES` each. A digest holds
             the namespace and all tokens before.
         num_tokens: of the prefix at the last of the names.
-        tier: "device" or "host".
+        tier: "device", "host" or "store".
         num_bytes: of each page, or of the checkpoint; 0: not known.
         value: of a checkpoint, its rank by the policy when it came: what it is likely to save; None: not known, or not
             asked for.

@@ -55,7 +55,8 @@ def encode(changes: Iterable[Change], page_size: int, root: bytes, rank: int | N
         root: the digest of the empty namespace (`hybrid.tiers.tier.of_namespace`).
         rank: of the replica, in vLLM's field for data parallel ranks.
     """
-    return _encode([time.time(), [_event(change, page_size, root) for change in changes], rank])
+    events = [_event(change, page_size, root) for change in changes if change.tier in MEDIA]
+    return _encode([time.time(), events, rank])
 
 
 def _event(change: Change, page_size: int, root: bytes) -> dict[str, Any]:

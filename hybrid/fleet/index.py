@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid.events.change import DEVICE, EVERYTHING, PAGES, Change
+from hybrid.events.change import DEVICE, EVERYTHING, PAGES, STORE, Change
 
 FEW = 24
 """Members of a set that are taken one by one; more are unpacked together."""
@@ -17,6 +17,9 @@ FEW = 24
 MAX_DEPTHS = 64
 """Depths that are distinguished, the deepest first: the time of a choice does not grow with the replicas. Others
 count as having the pages that all of them have, and no checkpoint."""
+
+MAX_STORED = 1 << 20
+"""Prefixes in a store that are remembered; of more the oldest are forgotten."""
 
 Depths = np.ndarray[tuple[int], np.dtype[np.float64]]
 """Tokens, for each replica."""
@@ -39,6 +42,20 @@ class Coverage(NamedTuple):
     copies: Depths | None
 
 
+class Stored(NamedTuple):
+    """A prefix in a store that all replicas reach.
+
+    Attributes:
+        name: its digest.
+        num_tokens: of it.
+        num_bytes: that are to be fetched.
+    """
+
+    name: bytes
+    num_tokens: int
+    num_bytes: int
+
+
 class Index:
     """The prefixes of the replicas of a fleet, which have numbers from 0 on.
 
@@ -56,6 +73,7 @@ class Index:
         self._pages: Sets = {}
         self._checkpoints: Sets = {}
         self._copies: Sets = {}
+        self._stored: dict[bytes, Stored] = {}  # whoever put them there may be gone
 
     def __len__(self) -> int:
         """Number of digests that some replica has the page of."""
@@ -74,6 +92,9 @@ class Index:
             if change.kind == EVERYTHING:
                 self.forget(replica)
                 continue
+            if change.tier == STORE:
+                self._store(change)
+                continue
             if change.tier == DEVICE:
                 sets = self._pages if change.kind == PAGES else self._checkpoints
             elif change.kind == PAGES:
@@ -89,6 +110,21 @@ class Index:
                     sets[name] = then
                 else:
                     sets.pop(name, None)
+
+    def _store(self, change: Change) -> None:
+        stored = self._stored
+        stored.pop(change.names, None)
+        if change.born:
+            stored[change.names] = Stored(change.names, change.num_tokens, change.num_bytes)
+            if len(stored) > MAX_STORED:
+                del stored[next(iter(stored))]
+
+    def deepest_stored(self, names: Sequence[bytes]) -> Stored | None:
+        """The longest prefix of a prompt that is in the store; None: there is none. Arguments as for `find`."""
+        stored = self._stored
+        if not stored:
+            return None
+        return next((stored[name] for name in reversed(names) if name in stored), None)
 
     def forget(self, replica: int) -> None:
         """Forget all that a replica has: it ended, or is read anew. Looks at every digest."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,10 +19,12 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import HybridError
 from hybrid.events.feed import FeedSnapshot
 from hybrid.events.sockets import Publisher, new_address
+from hybrid.fleet.exchange import Exchange
 from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import Promise
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine
+from hybrid.tiers.remote import open_store
 
 HOLD_SECONDS = 60.0
 """Seconds for which a request that waits keeps what was promised to it from eviction, at most."""
@@ -38,6 +41,7 @@ class Replica:
         self._settings = settings
         self._engine: AsyncEngine | None = None
         self._publisher: Publisher | None = None
+        self._exchange: Exchange | None = None
 
     async def _begin(self) -> AsyncEngine:
         settings = self._settings
@@ -54,9 +58,14 @@ class Replica:
         for name, path in settings.adapters.items():
             await engine.call(partial(_load, name, path))
         feed = await engine.call(lambda own: own.cache.subscribe())
+        exchange: Exchange | None = None
+        if settings.store is not None:
+            store = await asyncio.to_thread(open_store, settings.store, f"hybrid:{settings.name}:")
+            exchange = self._exchange = Exchange(engine, store, feed, settings.cache.page_size)
 
         async def snapshot() -> FeedSnapshot:
-            return await engine.call(lambda own: feed.snapshot())
+            taken = await engine.call(lambda own: feed.snapshot())
+            return taken if exchange is None else taken._replace(changes=taken.changes + exchange.births())
 
         if settings.events is not None:
             self._publisher = Publisher(feed, snapshot, new_address(settings.events))
@@ -97,9 +106,14 @@ class Replica:
             prompt, params, namespace: as for `AsyncEngine.submit`.
         """
         engine = self._engine or await self._begin()
+        exchange, ids = self._exchange, _ids_of(prompt)
+        stored = promise.stored
+        if exchange is not None and ids is not None and stored is not None:
+            stored = await exchange.fetch(ids, params.adapter, namespace, stored)
         hold: asyncio.Task[Pin | None] | None = None
         if promise.num_tokens and isinstance(prompt, list):  # until it has its memory, others may want it
             hold = asyncio.create_task(engine.call(partial(_hold, prompt, params, namespace)))
+        start = time.monotonic()
         try:
             stream = await engine.submit(prompt, params, namespace=namespace)
         except HybridError as error:
@@ -110,6 +124,9 @@ class Replica:
             assert stream.accepted is not None
             yield stream.accepted
             async for output in stream:
+                if exchange is not None and start:
+                    exchange.note(output.usage.prompt_tokens - output.usage.cached_tokens, time.monotonic() - start)
+                    start = 0.0
                 yield replace(output, prompt_token_ids=[])
                 if hold is not None:
                     await _release(engine, hold)
@@ -117,6 +134,8 @@ class Replica:
         finally:
             stream.abort()
             await _release(engine, hold)
+            if exchange is not None and ids is not None:
+                exchange.keep(ids, params.adapter, namespace, stored)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function with the engine."""
@@ -125,10 +144,18 @@ class Replica:
 
     async def __del__(self) -> None:
         """End: what is worth it is written to disk."""
+        if self._exchange is not None:
+            await self._exchange.close()
         if self._publisher is not None:
             await self._publisher.close()
         if self._engine is not None:
             await self._engine.close()
+
+
+def _ids_of(prompt: Prompt) -> list[int] | None:
+    """The token ids of a prompt; None: it has more than these."""
+    is_ids = isinstance(prompt, list) and all(isinstance(one, int) for one in prompt[:1])
+    return cast(list[int], prompt) if is_ids else None
 
 
 def _load(name: str, path: str, engine: Engine) -> None:

@@ -29,6 +29,7 @@ class FleetSettings:
         weights: of the score.
         events: the directory of the sockets of events, where all processes are of this machine; None: they are ports.
         events_key: that the processes share, for ports.
+        store: the URL of what replicas of all machines share (`hybrid.tiers.remote.open_store`); None: nothing is.
     """
 
     model: str
@@ -46,6 +47,7 @@ class FleetSettings:
     weights: Weights = field(default_factory=Weights)
     events: str | None = None
     events_key: str | None = None
+    store: str | None = None
 
     @property
     def model_arguments(self) -> dict[str, Any]:

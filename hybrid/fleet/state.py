@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hybrid.events.sockets import Follower
 from hybrid.events.wire import Message
+from hybrid.fleet.index import Stored
 from hybrid.fleet.router import Reservation, Router
 from hybrid.fleet.score import Weights
 
@@ -44,10 +45,12 @@ class Promise(NamedTuple):
     Attributes:
         number: of the request, in the front that sent it.
         num_tokens: of the prompt that it need not compute.
+        stored: a longer prefix of it that is in the store of the fleet; None: there is none.
     """
 
     number: int
     num_tokens: int
+    stored: Stored | None = None
 
 
 @dataclass(eq=False)
@@ -161,7 +164,10 @@ class FleetState:
                 allowed = None if everyone else among
                 chosen = self._router.choose(route.names, route.num_tokens, time.monotonic(), route.session, allowed)
                 self._reservations[number] = chosen
-            return self._by_number[chosen.replica].name, Promise(number, chosen.promised)
+            stored = self._router.index.deepest_stored(route.names)
+            if stored is not None and stored.num_tokens <= chosen.promised:
+                stored = None
+            return self._by_number[chosen.replica].name, Promise(number, chosen.promised, stored)
 
     def sent_again(self, number: int) -> None:
         """The replica of a request failed: it is about to be sent to another one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ArgumentError
-from hybrid.tiers.store import checked
+from hybrid.tiers.store import DirectoryStore, Store, checked
 from hybrid.tiers.tier import Contents
 
 CHUNK_BYTES = 8 * 2**20
@@ -18,6 +19,33 @@ TIMEOUT_SECONDS = 10.0
 
 PART_SECONDS = 600
 """Seconds after which the parts sent by a process that ended before it was done are forgotten."""
+
+
+def open_store(url: str, prefix: str = "hybrid:") -> Store:
+    """The store at a URL: a server at redis://, rediss:// or unix://, a folder (a path or file://, which is made), or
+    what obstore reaches, such as s3://, gs:// and az://.
+
+    Args:
+        prefix: of the keys in a server.
+
+    Raises:
+        ArgumentError: there is no such store, or the package for it is missing.
+    """
+    scheme, is_url, rest = url.partition("://")
+    if not is_url or scheme == "file":
+        folder = Path(rest if is_url else url)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return DirectoryStore(folder)
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisStore(url, prefix)
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise ArgumentError(f"{url!r:.100} needs the package obstore: pip install obstore") from error
+    try:
+        return ObjectStore(obstore.store.from_url(url))
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise ArgumentError(f"{url!r:.100} is no store: {error!s:.200}") from error
 
 
 class RedisStore:

@@ -1,10 +1,11 @@
-"""Replicas of one machine that share memory, on a real Ray: what one computed, another restores."""
+"""Replicas that share memory, or a Redis server, on a real Ray: what one computed, another restores."""
 
 from __future__ import annotations
 
 import random
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,19 +17,21 @@ from hybrid.commands.fleet import shared_directory  # noqa: E402
 from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.fleet import deployment  # noqa: E402
 from hybrid.fleet.settings import FleetSettings  # noqa: E402
+from support.redis_server import redis_at  # noqa: E402
 
 
-def test_what_a_replica_has_written_another_one_restores_after_it_was_killed() -> None:
+def live(cache: CacheConfig, store: str | None) -> int:
+    """Have two replicas compute 28 documents, end the one with more of them, and return the tokens that are hit when
+    all are asked about again."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    cache = CacheConfig(memory="4MiB", disk="256MiB", directory=shared_directory())  # most must leave the device
     engine = EngineConfig(max_num_seqs=16, max_waiting=64)
     rng = random.Random(1)
     documents = [[rng.randrange(3, 1000) for _ in range(400)] for _ in range(28)]
     deployment.connect(None, num_cpus=2)
     try:
-        settings = FleetSettings(model="tiny", name="tiny", cache=cache, engine=engine, threads=1)
+        settings = FleetSettings(model="tiny", name="tiny", cache=cache, engine=engine, threads=1, store=store)
         deployment.start(settings, 2, "127.0.0.1", port, num_cpus=0.0)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
 
@@ -48,6 +51,16 @@ def test_what_a_replica_has_written_another_one_restores_after_it_was_killed() -
             actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if most in one["name"]]
             ray.kill(ray.get_actor(actors[0], namespace="serve"), no_restart=False)
             time.sleep(2)
-            assert sum(hit(document) for document in documents) >= 24 * 384  # each replica has had about half of them
+            return sum(hit(document) for document in documents)
     finally:
         deployment.stop()
+
+
+def test_what_a_replica_has_written_to_shared_memory_another_one_restores_after_it_was_killed() -> None:
+    cache = CacheConfig(memory="4MiB", disk="256MiB", directory=shared_directory())  # most must leave the device
+    assert live(cache, None) >= 24 * 384  # each replica has had about half of them
+
+
+def test_what_a_replica_has_put_into_a_redis_server_another_one_fetches_after_it_was_killed(tmp_path: Path) -> None:
+    with redis_at(tmp_path) as url:
+        assert live(CacheConfig(memory="16MiB"), url) >= 27 * 384

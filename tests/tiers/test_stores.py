@@ -1,9 +1,5 @@
 """Stores: each does the same by four verbs, and hands an archive from one engine to another."""
 
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,40 +14,15 @@ from hybrid.errors import ArgumentError, CacheFileError
 from hybrid.tiers.remote import CHUNK_BYTES, ObjectStore, RedisStore
 from hybrid.tiers.store import DirectoryStore, Store
 from support.engines import GRID, answer, cold, greedy, ids
+from support.redis_server import redis_at
 
 PARAMS = greedy(8, logprobs=3)
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real server, on a socket of its own."""
-    pytest.importorskip("redis")
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("there is no redis-server here")
-    folder = tmp_path_factory.mktemp("redis")
-    path = folder / "socket"
-    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 20
-        while not _answers(path):
-            assert server.poll() is None and time.monotonic() < end, "the server does not start"
-            time.sleep(0.02)
-        yield f"unix://{path}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(str(path))
-            connection.sendall(b"PING\r\n")
-            return connection.recv(7) == b"+PONG\r\n"
-        except OSError:
-            return False
+    with redis_at(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 def in_redis(request: pytest.FixtureRequest, path: Path) -> Store:

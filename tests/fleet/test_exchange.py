@@ -1,0 +1,135 @@
+"""Prefixes in a store between engines: what one computed another fetches, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from hybrid import AsyncEngine, CacheConfig, SamplingParams
+from hybrid.errors import ArgumentError
+from hybrid.fleet.exchange import Exchange
+from hybrid.fleet.index import Index, Stored
+from hybrid.tiers.remote import RedisStore, open_store
+from hybrid.tiers.store import DirectoryStore
+from hybrid.tiers.tier import chain
+
+PAGE = 64
+PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
+RNG = random.Random(1)
+PROMPT = [RNG.randrange(3, 1000) for _ in range(900)]
+
+
+class Replica:
+    """An engine, its exchange, and what an index learns of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def __aenter__(self) -> Replica:
+        self.engine = AsyncEngine.from_pretrained("tiny", cache=CacheConfig(memory="16MiB"))
+        self.feed = await self.engine.call(lambda own: own.cache.subscribe())
+        self.exchange = Exchange(self.engine, DirectoryStore(self.folder), self.feed, PAGE)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.exchange.close()
+        await self.engine.close()
+
+    async def ask(self, prompt: list[int], stored: Stored | None) -> tuple[list[int], int]:
+        """The answer's tokens, and the tokens that were not computed: as a replica of a fleet runs it."""
+        if stored is not None:
+            stored = await self.exchange.fetch(prompt, None, "", stored)
+        output = [one async for one in await self.engine.submit(prompt, PARAMS)][-1]
+        self.exchange.keep(prompt, None, "", stored)
+        await self.exchange.close()
+        return [*output.token_ids], output.usage.cached_tokens
+
+    def index(self) -> Index:
+        index = Index(PAGE)
+        index.apply(0, self.feed.since(0) or ())
+        return index
+
+
+def names(prompt: list[int]) -> list[bytes]:
+    from hybrid.key import Key
+
+    return chain(Key.of(prompt).ids, "", PAGE * 4)
+
+
+def test_what_one_engine_computed_another_fetches_and_long_continuations_are_stored_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Replica(tmp_path) as one, Replica(tmp_path) as other:
+            answer, hit = await one.ask(PROMPT, None)
+            assert hit == 0
+            stored = one.index().deepest_stored(names(PROMPT))
+            assert stored is not None and stored.num_tokens == 896 and stored.num_bytes > 0
+            assert stored.name == names(PROMPT)[13]
+            assert [change.names for change in one.exchange.births()] == [stored.name]
+            assert await other.ask(PROMPT, stored) == (answer, 896)
+            assert (other.exchange.num_fetched, other.exchange.num_stored) == (1, 0)
+            await other.ask([*PROMPT, 5], stored)  # it is on the device
+            assert other.exchange.num_fetched == 1
+            longer = PROMPT + [RNG.randrange(3, 1000) for _ in range(100)]
+            await one.ask(longer, stored)  # less than half as long again
+            assert one.exchange.num_stored == 1
+            longest = longer + [RNG.randrange(3, 1000) for _ in range(500)]
+            await one.ask(longest, stored)
+            assert one.exchange.num_stored == 2
+            found = one.index().deepest_stored(names(longest))
+            assert found is not None and found.num_tokens > 1400
+            # Whoever stored them may be gone: they are there.
+            index = one.index()
+            index.forget(0)
+            assert index.deepest_stored(names(PROMPT)) == stored
+
+    asyncio.run(main())
+
+
+def test_what_is_damaged_or_gone_is_computed_and_said_to_be_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Replica(tmp_path) as one, Replica(tmp_path) as other:
+            answer, _ = await one.ask(PROMPT, None)
+            stored = one.index().deepest_stored(names(PROMPT))
+            assert stored is not None
+            file = tmp_path / stored.name.hex()
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+            assert await other.ask(PROMPT, stored) == (answer, 0)
+            assert other.exchange.num_failed == 1 and other.exchange.num_fetched == 0
+            gone = [change for change in other.feed.since(0) or () if change.tier == "store"]
+            assert [change.born for change in gone] == [False, True]  # it has stored its own
+            assert stored.name.hex() == file.name and file.read_bytes() != content
+
+    asyncio.run(main())
+
+
+def test_a_fetch_that_takes_longer_than_computing_is_not_made(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Replica(tmp_path) as one, Replica(tmp_path) as other:
+            answer, _ = await one.ask(PROMPT, None)
+            stored = one.index().deepest_stored(names(PROMPT))
+            assert stored is not None
+            for _ in range(40):
+                other.exchange.fetching.note(stored.num_bytes, 60.0)
+            assert await other.ask(PROMPT, stored) == (answer, 0)
+            assert (other.exchange.num_fetched, other.exchange.num_failed) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_stores_are_opened_by_urls(tmp_path: Path) -> None:
+    for url in (str(tmp_path / "a"), f"file://{tmp_path}/b"):
+        store = open_store(url)
+        assert isinstance(store, DirectoryStore)
+        store.put_from("name", [b"content"])
+        assert store.contains("name")
+    pytest.importorskip("redis")
+    assert isinstance(open_store("redis://localhost:1/0"), RedisStore)
+    pytest.importorskip("obstore")
+    with pytest.raises(ArgumentError, match="is no store"):
+        open_store("nothing://there")
+    assert not open_store("memory:///").contains("name")
