@@ -215,7 +215,7 @@ class VllmReader:
             if places is None:
                 continue
             name, num_tokens = self._known[block]
-            if group is None:  # whoever sends no groups has states with their pages
+            if group is None:  # where no groups are sent, states are with their pages
                 kinds = [PAGES, CHECKPOINT]
                 places.clear()
             else:

@@ -23,8 +23,8 @@ from hybrid.tiers.tier import chain
 log: logging.Logger = logging.getLogger(__name__)
 
 GROWTH = 1.5
-"""A prompt is stored when it is so many times as long as the part of it that is stored: all that is written of a
-conversation is then three times as much as its last prompt, at most."""
+"""Length of a prompt that is stored, over that of the part of it that is stored already, at least: all that is written
+of a conversation is then three times as much as its last prompt, at most."""
 
 MAX_WRITES = 4
 """Prompts that are written at once; more are not stored."""
@@ -70,7 +70,7 @@ class Exchange:
         return [_change(True, one) for one in self._own.values()]
 
     def note(self, num_computed: int, seconds: float) -> None:
-        """Learn how long a prompt took of which so many tokens were computed."""
+        """Learn how long a prompt took, and how many of its tokens were computed."""
         self._computing.note(num_computed, seconds)
 
     async def fetch(self, prompt: list[int], adapter: str | None, namespace: str, stored: Stored) -> Stored | None:

@@ -73,7 +73,7 @@ class Index:
         self._pages: Sets = {}
         self._checkpoints: Sets = {}
         self._copies: Sets = {}
-        self._stored: dict[bytes, Stored] = {}  # whoever put them there may be gone
+        self._stored: dict[bytes, Stored] = {}  # the replica that put them there may be gone
 
     def __len__(self) -> int:
         """Number of digests that some replica has the page of."""

@@ -20,7 +20,7 @@ from hybrid.tiers.tier import following, of_namespace
 
 class VllmEvents:
     """The way of a vLLM's KV events to the routers: vLLM sends them through a socket of this user alone, in its own
-    format and with token ids; from here they go on as digests, encrypted where there is a key.
+    format and with token ids; from here routers get digests, encrypted where there is a key.
 
     Args:
         key: that the routers have, too, where they are on other machines; None: all are on this one.

@@ -80,7 +80,7 @@ def test_what_one_engine_computed_another_fetches_and_long_continuations_are_sto
             assert one.exchange.num_stored == 2
             found = one.index().deepest_stored(names(longest))
             assert found is not None and found.num_tokens > 1400
-            # Whoever stored them may be gone: they are there.
+            # The replica that stored them may be gone: they are there.
             index = one.index()
             index.forget(0)
             assert index.deepest_stored(names(PROMPT)) == stored
