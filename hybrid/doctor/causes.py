@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from hybrid.doctor.engine import Hit
-from hybrid.doctor.past import Fact, Rewrite
+from hybrid.doctor.past import STEP, Fact, Rewrite
 from hybrid.doctor.request import LoggedRequest
 
 
@@ -46,7 +46,12 @@ REMEDIES: dict[Cause, str] = {
 
 
 def causes_of(
-    request: LoggedRequest, fact: Fact, hit: Hit, endless: Hit, in_turn: Hit | None = None
+    request: LoggedRequest,
+    fact: Fact,
+    hit: Hit,
+    endless: Hit,
+    in_turn: Hit | None = None,
+    is_endless: bool = True,
 ) -> dict[Cause, int]:
     """Say where the tokens of a prompt went that were not a hit.
 
@@ -56,6 +61,7 @@ def causes_of(
         endless: of the same engine with a memory without end: what lies between the two was evicted.
         in_turn: of that one if each request ends before the next begins: what lies beyond `endless` was just being
             computed. None: they do.
+        is_endless: False: that engine has much memory, and what it does not know any more was evicted long ago.
 
     Returns:
         Tokens by cause. Their sum is `request.num_prompt - hit.num_tokens`.
@@ -78,6 +84,8 @@ def causes_of(
     pages = min(endless.num_page_tokens, max(fact.seen, endless.num_tokens))
     up_to(min(pages, max(fact.answer_from, at)), Cause.NO_STATE)
     up_to(pages, Cause.ANSWER)
+    if not is_endless:
+        up_to(min(fact.seen, end) // STEP * STEP, Cause.EVICTED)
     up_to(min(fact.seen, end), Cause.SHORT)
     up_to(min(fact.elsewhere, end), Cause.NAMESPACE)
     if fact.rewrite is not Rewrite.NONE:

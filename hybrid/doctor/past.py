@@ -27,6 +27,9 @@ MIN_SEGMENT = 8
 MAX_TEXTS = 2048
 """Requests whose texts are remembered, to show what differs."""
 
+MAX_HASHES = 1 << 20
+"""Prefixes, and pieces of text, that are remembered at least: the latest, of 67 million tokens."""
+
 MAX_NAMESPACES = 64
 """Namespaces that a prompt is looked for in, the latest."""
 
@@ -96,8 +99,31 @@ class Example:
     new: str
 
 
+class Recent:
+    """The last request that had each of many hashes: of the latest `MAX_HASHES` at least, of twice as many at most."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def get(self, number: int) -> int | None:
+        """The last request that had a hash; None: none that is remembered."""
+        found = self._new.get(number)
+        return found if found is not None else self._old.get(number)
+
+    def add(self, numbers: list[int], request: int) -> None:
+        """Remember who has had them last."""
+        self._new.update(dict.fromkeys(numbers, request))
+        if len(self._new) >= MAX_HASHES:
+            self._old, self._new = self._new, {}
+
+
 class SeenTraffic:
-    """The requests that came so far, as hashes; of the latest their texts too.
+    """The requests that came so far, as hashes; of the latest their texts too. What it takes is bounded: of very long
+    traffic the oldest is forgotten.
 
     Attributes:
         examples: for each kind of rewriting the first two requests that show it.
@@ -105,10 +131,10 @@ class SeenTraffic:
 
     def __init__(self) -> None:
         self.examples: dict[Rewrite, Example] = {}
-        self._last: dict[int, int] = {}  # a prefix's hash: the last request that had it
+        self._last = Recent()  # by the hash of a prefix
         self._salts: OrderedDict[int, None] = OrderedDict()
         self._num_prompt = array("I")
-        self._segments: dict[int, int] = {}  # a piece's hash: the last request that had it
+        self._segments = Recent()  # by the hash of a piece
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._powers: Numbers = np.ones(1, np.uint64)
         self._inverses: Numbers = np.ones(1, np.uint64)
@@ -121,15 +147,15 @@ class SeenTraffic:
         at_most = (request.num_prompt - 1) // STEP
         seen = self._count(blocks, 0, at_most, 0)
         fact.seen = fact.elsewhere = seen * STEP
-        if seen:
-            last = self._last[blocks[seen - 1]]
+        last = self._last.get(blocks[seen - 1]) if seen else None
+        if last is not None:
             fact.age, fact.answer_from = index - last, self._num_prompt[last]
         salt = request.salt
         for other in self._salts:
             if other != salt:
                 found = self._count(blocks, seen, at_most, salt ^ other)
                 fact.elsewhere = max(fact.elsewhere, found * STEP)
-        self._last.update(dict.fromkeys(blocks, index))
+        self._last.add(blocks, index)
         self._salts[salt] = None
         self._salts.move_to_end(salt)
         if len(self._salts) > MAX_NAMESPACES:
@@ -142,7 +168,7 @@ class SeenTraffic:
     def _count(self, blocks: list[int], start: int, end: int, change: int) -> int:
         """Blocks from the beginning on that are known, those before `start` taken as known."""
         for number in range(start, end):
-            if blocks[number] ^ change not in self._last:
+            if self._last.get(blocks[number] ^ change) is None:
                 return number
         return max(start, end)
 
@@ -159,7 +185,7 @@ class SeenTraffic:
             last = self._segments.get(number ^ salt)
             if last is not None:
                 votes[last] += end - start
-        self._segments.update(dict.fromkeys([number ^ salt for number in hashes], index))
+        self._segments.add([number ^ salt for number in hashes], index)
         fact.rewritten = votes.total()
         if votes:
             other = self._records.get(votes.most_common(1)[0][0])

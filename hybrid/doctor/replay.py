@@ -34,6 +34,12 @@ MORE_MEMORY = (2, 4)
 STATE_RATIOS = (0.4, 2.0, 4.0)
 """Memory of states over that of pages, in SGLang, that are tried as a cure; its default is 0.9."""
 
+MAX_ENDLESS = 1 << 25
+"""New tokens of traffic up to which an engine that forgets nothing is replayed beside the one that is explained."""
+
+TIMES_ENDLESS = 64
+"""Beyond these its memory is so many times that of the other: what a replay takes does not grow with the traffic."""
+
 MEMORY = "a cache of {} bytes"
 MEMORY_FLAGS = {
     "vllm": "vllm serve --kv-cache-memory-bytes {}",
@@ -133,8 +139,10 @@ def _run(
     row = Row(name, memory, traffic.num_prompt_tokens, scheduler="a model" if models else own.name)
     given = _shown(traffic, f"{name}, {amount(memory)}", progress)
     is_serial = pace.concurrency == 1
-    endless = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes else None
-    in_turn = engine_of(name, sizes, Endless(traffic.num_tokens), **options) if with_causes and not is_serial else None
+    is_endless = traffic.num_new_tokens <= MAX_ENDLESS
+    most = Endless(traffic.num_tokens) if is_endless else TIMES_ENDLESS * memory
+    endless = engine_of(name, sizes, most, **options) if with_causes else None
+    in_turn = engine_of(name, sizes, most, **options) if with_causes and not is_serial else None
     evicted = EvictedTokens()
     start = time.perf_counter()
     if make is not None:
@@ -148,7 +156,7 @@ def _run(
             row.hit_tokens += hit.num_tokens
             if with_causes:
                 finished = in_turn.serve(request) if in_turn is not None else None
-                found = causes_of(request, fact, hit, kept, finished)
+                found = causes_of(request, fact, hit, kept, finished, is_endless)
                 for cause, count in found.items():
                     row.causes[cause] = row.causes.get(cause, 0) + count
                 lost = found.get(Cause.EVICTED, 0) + found.get(Cause.STATE_EVICTED, 0)

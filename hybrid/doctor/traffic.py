@@ -37,6 +37,7 @@ class Traffic:
     Attributes:
         paths: the files.
         num_requests, num_prompt_tokens, num_tokens: how many there are; the last with answers.
+        num_new_tokens: of these, behind what a request has in common with those before it.
         seconds: that reading and tokenizing them took.
         is_text: some are texts.
         has_times: it is known of all when they came.
@@ -49,6 +50,7 @@ class Traffic:
         self.num_requests: int = 0
         self.num_prompt_tokens: int = 0
         self.num_tokens: int = 0
+        self.num_new_tokens: int = 0
         self.seconds: float = 0.0
         self.is_text: bool = False
         self.has_times: bool = True
@@ -111,6 +113,7 @@ class Traffic:
         self.num_requests += 1
         self.num_prompt_tokens += record.num_prompt
         self.num_tokens += record.num_tokens
+        self.num_new_tokens += record.num_tokens - fact.seen
         self.is_text = self.is_text or record.text is not None
         self.has_times = self.has_times and record.time is not None
 

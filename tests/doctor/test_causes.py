@@ -2,12 +2,13 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid.doctor import Report, Sizes, replay
+from hybrid.doctor import Report, Sizes, past, replay
 from hybrid.doctor.causes import Cause
 from support.doctor_traffic import TOOLS, logged, message, prose
 
@@ -167,3 +168,25 @@ def test_states_that_were_evicted_without_their_pages(tmp_path: Path) -> None:
     lines = [{"input_tokens": shared[n % 12] + tokens(n, 60), "output_tokens": [7] * 8} for n in range(72)]
     report = report_of(tmp_path, lines, engine="hybrid", memory="1500MB", cures=False)
     assert first_cause(report) is Cause.STATE_EVICTED
+
+
+def test_long_traffic_is_replayed_with_what_it_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "MAX_HASHES", 400)
+    module = sys.modules["hybrid.doctor.replay"]
+    monkeypatch.setattr(module, "MAX_ENDLESS", 1000)
+    monkeypatch.setattr(module, "TIMES_ENDLESS", 2)
+    sizes: list[int] = []
+    add = past.Recent.add
+
+    def watched(self: past.Recent, numbers: list[int], request: int) -> None:
+        add(self, numbers, request)
+        sizes.append(len(self))
+
+    monkeypatch.setattr(past.Recent, "add", watched)
+    lines = [logged([message("user", prose(n % 12, 6000))], message("assistant", "Yes")) for n in range(48)]
+    for engine in ("vllm", "hybrid", "sglang"):
+        report = report_of(tmp_path, lines, engine=engine, memory="900MB", cures=False)
+        assert set(dict(report.causes)) <= {Cause.NEW, Cause.EVICTED, Cause.STATE_EVICTED}
+    assert max(sizes) < 2 * (400 + 6000 // 4)
+    # twelve prompts of 6,000 words are more than what is remembered
+    assert dict(report.causes)[Cause.NEW] > 20 * 6000
