@@ -95,17 +95,23 @@ def besides() -> dict[str, tuple[str, bytes]]:
     fields = {f"field{n}": {"type": "string", "maxLength": 20} for n in range(300)}
     schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    image = io.BytesIO()
-    Image.new("RGB", (8000, 8000), (9, 9, 9)).save(image, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(image.getvalue()).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+
+    def about(image: Image.Image, level: int) -> dict[str, Any]:
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=level)
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        return chat | {"messages": [{"role": "user", "content": parts}]}
+
+    noise = Image.frombytes("RGB", (3900, 3900), os.urandom(3 * 3900 * 3900))
     long = {"model": "tiny", "prompt": "The with statement wraps the execution. " * 1_250_000, "max_tokens": 1}
     found = {
         "nothing": ("/v1/models", {}),
         "a body of 50 MB": ("/v1/completions", long),
         "one of 8 MB": ("/v1/completions", long | {"prompt": long["prompt"][:8_000_000]}),
         "a schema of 300 properties": ("/v1/chat/completions", chat | {"response_format": form}),
-        "8000 x 8000 pixels": ("/v1/chat/completions", chat | {"messages": [{"role": "user", "content": parts}]}),
+        "8000 x 8000 pixels": ("/v1/chat/completions", about(Image.new("RGB", (8000, 8000), (9, 9, 9)), 6)),
+        "an image of 45 MB": ("/v1/chat/completions", about(noise, 0)),
     }
     return {name: (path, json.dumps(body).encode()) for name, (path, body) in found.items()}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
+from hybrid.server.body import AT_ONCE, Body
 from hybrid.server.errors import HttpError
 from hybrid.server.tenants import Caller
 
+Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -42,46 +44,50 @@ class Call:
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.has_begun: bool = False
+        self._is_large = False
         self._receive = receive
         self._send = send
 
-    async def body(self, max_bytes: int, seconds: float) -> Any:
+    async def body(self, max_bytes: int, max_text: int, seconds: float) -> Any:
         """The body, read as JSON.
 
         Args:
             max_bytes: that it may have.
+            max_text: that it may have without the data of images.
             seconds: that its sender may take.
 
         Raises:
             HttpError: it is too large, too slow, or no JSON.
         """
-        parts: list[bytes] = []
-        size = 0
+        body = Body(max_bytes, max_text)
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise HttpError(400, "the client left before its body had come", code="disconnected")
-                    piece = message.get("body", b"")
-                    size += len(piece)
-                    if size <= max_bytes:
-                        parts.append(piece)
-                    else:
-                        parts.clear()
-                    if not message.get("more_body") or size > max_bytes + MAX_FORGOTTEN:
+                    body.add(message.get("body", b""))
+                    if not message.get("more_body") or body.size > max_bytes + MAX_FORGOTTEN:
                         break
         except TimeoutError:
             raise HttpError(
                 408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"}
             ) from None
-        if size > max_bytes:
-            text = f"the body has more than {max_bytes} bytes; send less, or start the server with --max-body"
+        if body.is_too_large:
+            text = f"the body has more than {max_bytes} bytes"
+            if body.size <= max_bytes:
+                text = f"the body has more than {max_text} bytes without the data of images"
+            text += "; send less, or start the server with --max-body"
             raise HttpError(413, text, code="body_too_large", headers={"connection": "close"})
+        self._is_large = body.size > AT_ONCE
         try:
-            return orjson.loads(b"".join(parts))
+            return await self.beside(body.json)
         except ValueError as error:
             raise HttpError(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+
+    async def beside(self, read: Callable[[], Read]) -> Read:
+        """Call a function that reads the body, beside the event loop where the body is large."""
+        return await asyncio.to_thread(read) if self._is_large else read()
 
     async def left(self) -> None:
         """Wait until the client has left."""

@@ -21,7 +21,7 @@ from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import openai_messages
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
-from hybrid.server.service import Server, new_id
+from hybrid.server.service import Asked, Server, new_id
 from hybrid.server.tools import Tools, openai_tools
 
 DONE = b"data: [DONE]\n\n"
@@ -29,7 +29,15 @@ DONE = b"data: [DONE]\n\n"
 
 async def chat_completions(server: Server, call: Call) -> None:
     """Answer `POST /v1/chat/completions`."""
-    fields, model = await server.read(call)
+    await server.answer(call, read_chat_completions)
+
+
+def read_chat_completions(server: Server, call: Call, fields: Fields, model: str | None) -> Asked:
+    """Read what a body asks.
+
+    Raises:
+        HttpError: something cannot be used.
+    """
     template = server.template
     prompt: dict[str, Any] = {"messages": openai_messages(fields.array("messages"), "messages", template)}
     tools = openai_tools(fields, template)
@@ -52,7 +60,7 @@ async def chat_completions(server: Server, call: Call) -> None:
     )
     fields.close()
     writer = ChatWriter(server, params, tools, *options)
-    await server.run(call, [prompt], server.with_adapter(params, model), writer, is_stream=is_stream, salt=salt)
+    return Asked([prompt], server.with_adapter(params, model), writer, is_stream, salt)
 
 
 def template_fields(fields: Fields) -> dict[str, Any]:

@@ -21,12 +21,20 @@ from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import openai_messages
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
-from hybrid.server.service import Server, new_id
+from hybrid.server.service import Asked, Server, new_id
 
 
 async def completions(server: Server, call: Call) -> None:
     """Answer `POST /v1/completions`."""
-    fields, model = await server.read(call)
+    await server.answer(call, read_completions)
+
+
+def read_completions(server: Server, call: Call, fields: Fields, model: str | None) -> Asked:
+    """Read what a body asks.
+
+    Raises:
+        HttpError: something cannot be used.
+    """
     prompts = read_prompts(fields)
     structured = structured_of(fields)
     params = openai_params(fields, server.defaults, 16, "max_tokens")
@@ -45,8 +53,7 @@ async def completions(server: Server, call: Call) -> None:
     fields.close()
     prefix = str(prompts[0]) if echo else ""
     writer = CompletionWriter(server, params, len(prompts), prefix, *options)
-    own = server.with_adapter(params, model)
-    await server.run(call, prompts, own, writer, is_stream=is_stream, salt=salt)
+    return Asked(prompts, server.with_adapter(params, model), writer, is_stream, salt)
 
 
 def read_prompts(fields: Fields) -> list[Prompt]:
@@ -151,7 +158,8 @@ async def tokenize(server: Server, call: Call) -> None:
     fields, _ = await server.read(call)
     prompt: Prompt
     if "messages" in fields:
-        messages = openai_messages(fields.array("messages"), "messages", server.template)
+        template, given = server.template, fields.array("messages")
+        messages = await call.beside(lambda: openai_messages(given, "messages", template))
         prompt = {"messages": messages} | template_fields(fields)
         if (tools := fields.array("tools")) is not None:
             prompt["tools"] = tools

@@ -19,7 +19,7 @@ from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed
-from hybrid.server.service import Server, new_id
+from hybrid.server.service import Asked, Server, new_id
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -36,7 +36,15 @@ DELTAS = {
 
 async def messages(server: Server, call: Call) -> None:
     """Answer `POST /v1/messages`."""
-    fields, model = await server.read(call)
+    await server.answer(call, read_messages)
+
+
+def read_messages(server: Server, call: Call, fields: Fields, model: str | None) -> Asked:
+    """Read what a body asks.
+
+    Raises:
+        HttpError: something cannot be used.
+    """
     prompt = read_prompt(fields, server.template)
     params = read_params(fields, server.defaults)
     own = prompt.tools.params(prompt.structured) | {"parse_response": server.takes_apart}
@@ -55,13 +63,13 @@ async def messages(server: Server, call: Call) -> None:
     if asks_why:
         writer.diagnose(call, previous)
     body = {"messages": prompt.messages} | prompt.options
-    await server.run(call, [body], params, writer, is_stream=is_stream)
+    return Asked([body], params, writer, is_stream)
 
 
 async def count_tokens(server: Server, call: Call) -> None:
     """Answer `POST /v1/messages/count_tokens`."""
     fields, _ = await server.read(call)
-    prompt = read_prompt(fields, server.template)
+    prompt = await call.beside(lambda: read_prompt(fields, server.template))
     fields.only("speed", "standard")
     fields.close()
     ids = await server.encode({"messages": prompt.messages} | prompt.options, call.tenant.namespace)

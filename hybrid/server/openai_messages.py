@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
-import io
 from typing import Any
 
 from hybrid.checks import shown
 from hybrid.prompts.encode import Message
+from hybrid.server.body import LongData, decoded
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 
@@ -108,20 +107,17 @@ def image_of(url: Any, where: str) -> Any:
     Raises:
         HttpError: it is another kind of URL, or no image.
     """
-    if not isinstance(url, str) or not url.startswith("data:"):
+    head, comma, data = url.partition(",") if isinstance(url, str | LongData) else ("", "", "")
+    if not head.startswith("data:"):
         text = f"{where} must be a data URL, 'data:image/png;base64,...': this server opens no addresses"
         raise HttpError(400, text, where, "invalid_image_url")
-    head, comma, data = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise HttpError(400, f"{where} must be base64: 'data:image/png;base64,...'", where, "invalid_image_url")
-    try:
-        return image_from(base64.b64decode(data, validate=True), where)
-    except binascii.Error as error:
-        raise HttpError(400, f"{where} is not base64: {error}", where, "invalid_image_url") from None
+    return image_from(data, where)
 
 
-def image_from(data: bytes, where: str) -> Any:
-    """Open an image; its pixels are not decoded.
+def image_from(data: str | LongData, where: str) -> Any:
+    """Open an image in base64; its pixels are not decoded.
 
     Raises:
         HttpError: it is no image of a known kind, or the extra `images` is not installed.
@@ -131,7 +127,9 @@ def image_from(data: bytes, where: str) -> Any:
     except ImportError:
         raise HttpError(400, f"{where}: images need the extra 'images' on this server", where) from None
     try:
-        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF"))
+        return Image.open(decoded(data), formats=("PNG", "JPEG", "WEBP", "GIF"))
+    except binascii.Error as error:
+        raise HttpError(400, f"{where} is not base64: {error}", where, "invalid_image_url") from None
     except Exception as error:  # Pillow raises many kinds for what is no image
         text = f"{where} is not an image of PNG, JPEG, WebP or GIF: {error!s:.100}"
         raise HttpError(400, text, where, "invalid_image") from None

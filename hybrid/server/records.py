@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from hybrid.engine.output import RequestOutput
+from hybrid.server.body import LongData
 from hybrid.server.tenants import Caller
 
 
@@ -42,7 +43,7 @@ class Digests(NamedTuple):
 
 
 def _digest(value: Any) -> bytes:
-    return blake2b(orjson.dumps(value), digest_size=16).digest()
+    return blake2b(orjson.dumps(value, default=LongData.digest), digest_size=16).digest()
 
 
 MAX_ENDED = 1000

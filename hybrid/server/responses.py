@@ -21,7 +21,7 @@ from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import ROLES, image_of
 from hybrid.server.records import Digests, RequestRecord
 from hybrid.server.sampling import changed, openai_params, schema_of
-from hybrid.server.service import Server, new_id
+from hybrid.server.service import Asked, Server, new_id
 from hybrid.server.tools import Tools, openai_tools
 
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -30,7 +30,15 @@ TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call
 
 async def responses(server: Server, call: Call) -> None:
     """Answer `POST /v1/responses`."""
-    fields, model = await server.read(call)
+    await server.answer(call, read_responses)
+
+
+def read_responses(server: Server, call: Call, fields: Fields, model: str | None) -> Asked:
+    """Read what a body asks.
+
+    Raises:
+        HttpError: something cannot be used.
+    """
     template = server.template
     instructions = fields.text("instructions")
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -69,7 +77,7 @@ async def responses(server: Server, call: Call) -> None:
     writer = ResponseWriter(server, params, tools, instructions, parts)
     if compared is not None:
         writer.compare(server.records.find(compared, call.tenant))
-    await server.run(call, [prompt], params, writer, is_stream=is_stream, salt=salt)
+    return Asked([prompt], params, writer, is_stream, salt)
 
 
 def read_input(given: Any, fields: Fields, template: str) -> list[Message]:

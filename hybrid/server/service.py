@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from hybrid.engine.output import RequestOutput
@@ -89,6 +89,24 @@ class Writer(Protocol):
         ...
 
 
+class Asked(NamedTuple):
+    """What a call asks.
+
+    Attributes:
+        prompts: that it has.
+        params: of all of them.
+        writer: of its API.
+        is_stream: the response is a stream of events.
+        salt: prompts share what is cached only with others that have the same.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    writer: Writer
+    is_stream: bool
+    salt: str = ""
+
+
 class Server:
     """An engine behind HTTP.
 
@@ -111,11 +129,11 @@ class Server:
         self.limits = limits
         self.records: Records = Records()
         self.created: int = int(time.time())
-        self._max_body: int = limits.body_bytes or self._default_body()
+        self._max_text: int = limits.body_bytes or self._longest_text()
+        takes_images = engine.engine.loaded.image_encoder is not None
+        self._max_body: int = limits.body_bytes or (WITH_IMAGES if takes_images else self._max_text)
 
-    def _default_body(self) -> int:
-        if self.engine.engine.loaded.image_encoder is not None:
-            return WITH_IMAGES
+    def _longest_text(self) -> int:
         return min(WITH_IMAGES, max(ONE_TEXT, ESCAPED * BYTES_PER_TOKEN * self.max_model_len))
 
     @property
@@ -170,7 +188,7 @@ class Server:
         Raises:
             HttpError: the body cannot be used, or it names another model.
         """
-        fields = Fields(await call.body(self._max_body, self.limits.body_seconds))
+        fields = Fields(await call.body(self._max_body, self._max_text, self.limits.body_seconds))
         model = fields.text("model")
         self.check_model(model)
         return fields, model
@@ -185,28 +203,18 @@ class Server:
             text = f"the model {name!r:.100} is not served here; this server has {self.name!r}"
             raise HttpError(404, text, "model", "model_not_found")
 
-    async def run(
-        self,
-        call: Call,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        writer: Writer,
-        *,
-        is_stream: bool,
-        salt: str = "",
-    ) -> None:
+    async def answer(self, call: Call, read: Callable[[Server, Call, Fields, str | None], Asked]) -> None:
         """Answer a call.
 
         Args:
-            prompts: that it has.
-            params: of all of them.
-            writer: of its API.
-            is_stream: the response is a stream of events.
-            salt: prompts share what is cached only with others that have the same.
+            read: reads what the fields of the body ask, and the model that they name.
 
         Raises:
             HttpError: before anything of the response was sent.
         """
+        fields, model = await self.read(call)
+        asked = await call.beside(lambda: read(self, call, fields, model))
+        prompts, params, writer, is_stream, salt = asked
         self._check_number(len(prompts))
         tenant = call.tenant
         namespace = f"{tenant.namespace}/{salt}" if salt else tenant.namespace

@@ -1,9 +1,12 @@
 """One server on the model inside the package, and a way to post to it."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm asks no address for prices when it is imported
 
 pytest.importorskip("uvicorn", reason="the extra 'server' is not installed")
 

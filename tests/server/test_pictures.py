@@ -2,12 +2,17 @@
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from hybrid import CacheConfig, Engine
+from hybrid.server import openai_messages
+from hybrid.server.service import Server
 from support.served import Poster, served
 from support.vision import picture, vision_model, write_vision_checkpoint
 
@@ -15,16 +20,21 @@ Image = pytest.importorskip("PIL.Image", reason="the extra 'images' is not insta
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Poster]:
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[tuple[Poster, Server]]:
     path = write_vision_checkpoint(tmp_path_factory.mktemp("vision"), vision_model("Qwen3_5"), tokenizer)
     config = CacheConfig(memory="32MiB", page_size=16, chunk_size=16, deterministic=True)
-    with served(Engine.from_pretrained(path, device="cpu", cache=config)) as (url, _):
-        yield Poster(url)
+    with served(Engine.from_pretrained(path, device="cpu", cache=config)) as (url, own):
+        yield Poster(url), own
 
 
-def png(seed: int) -> str:
+@pytest.fixture
+def seeing(server: tuple[Poster, Server]) -> Poster:
+    return server[0]
+
+
+def png(seed: int, size: int = 64) -> str:
     file = io.BytesIO()
-    Image.fromarray(picture(seed, 64, 64)).save(file, "PNG")
+    Image.fromarray(picture(seed, size, size)).save(file, "PNG", compress_level=1)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -52,3 +62,51 @@ def test_an_image_is_the_same_prompt_in_each_api(seeing: Poster) -> None:
     assert (
         size == same_size > seeing("/tokenize", messages=[{"role": "user", "content": "What is it?"}]).json()["count"]
     )
+
+
+def asked_about(image: str) -> list[Any]:
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.mark.parametrize("where", ["base64", "pixels"])
+def test_a_stream_goes_on_while_an_image_is_read(
+    server: tuple[Poster, Server], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What reads the image waits until the stream has had 20 more steps: a loop that waits would not deliver them."""
+    post, own = server
+    is_reading, may_end = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def held(read: Any) -> Any:
+        def wait_and_read(*args: Any) -> Any:
+            is_reading.set()
+            waited.append(may_end.wait(60))
+            return read(*args)
+
+        return wait_and_read
+
+    if where == "base64":
+        monkeypatch.setattr(openai_messages, "decoded", held(openai_messages.decoded))
+    else:
+        encoder: Any = own.engine.engine.loaded.image_encoder
+        monkeypatch.setattr(encoder, "num_positions", held(encoder.num_positions))
+    body = {"model": "tiny", "prompt": "import os", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    url = f"{post.address}/v1/completions"
+    with ThreadPoolExecutor() as pool, httpx.stream("POST", url, json=body, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        image = pool.submit(post.chat, messages=asked_about(png(3, 400)), max_tokens=1)
+        while not is_reading.is_set():
+            next(lines)
+        for _ in range(20):
+            next(lines)
+        may_end.set()
+        assert image.result().status_code == 200
+    assert waited and all(waited)
+
+
+def test_a_body_may_have_large_images_and_no_large_text(seeing: Poster) -> None:
+    assert seeing.chat(messages=asked_about(png(4, 1700)), max_tokens=1).status_code == 200  # 11 MB
+    refused = seeing("/v1/completions", prompt="a word, " * 1_200_000)
+    assert refused.status_code == 413 and "without the data of images" in refused.json()["error"]["message"]
