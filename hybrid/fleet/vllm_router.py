@@ -25,6 +25,10 @@ class VllmRouter(FleetRouter):
 
     A prompt is `prompt_token_ids` of a call's keywords, or `prompt` or `messages` of its first argument, which are
     encoded here. Calls with neither, and prompts that cannot be encoded, go anywhere.
+
+    Attributes:
+        state: what the replicas have, and what was promised; None: none of them has said how long its pages are.
+        under_way: the numbers of calls by their ids in Ray.
     """
 
     def initialize_state(
@@ -41,18 +45,18 @@ class VllmRouter(FleetRouter):
         self._weights = weights or Weights()
         self._folder = tokenizer
         self._tokenizer: Any = None
-        self._state: shared.FleetState | None = None
+        self.state: shared.FleetState | None = None
         self._page_size = 0
         self._count = count(1)
-        self._under_way: dict[str, int] = {}  # numbers of requests by their ids in Ray
+        self.under_way: dict[str, int] = {}
 
     def _state_of(self, replicas: Sequence[Any]) -> shared.FleetState | None:
-        if self._state is None:
+        if self.state is None:
             sizes = [size for replica in replicas if (size := replica.replica_metadata.get("page_size"))]
             if sizes:
                 self._page_size = sizes[0]
-                self._state = shared.FleetState(self._page_size, self._weights)
-        return self._state
+                self.state = shared.FleetState(self._page_size, self._weights)
+        return self.state
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any | None = None
@@ -62,17 +66,17 @@ class VllmRouter(FleetRouter):
         if state is None or pending_request is None:
             return [candidate_replicas]
         request_id = pending_request.metadata.internal_request_id
-        if request_id not in self._under_way:  # one that was refused by its replica comes again
+        if request_id not in self.under_way:  # one that was refused by its replica comes again
             ids = await self._ids_of(pending_request)
             if ids is None or len(ids) == 0:
                 return [candidate_replicas]
             names = await asyncio.to_thread(
                 chain, ids[:-1].tobytes(), _namespace(pending_request), self._page_size * TOKEN_BYTES
             )
-            number = self._under_way[request_id] = next(self._count)
+            number = self.under_way[request_id] = next(self._count)
             state.begin(shared.Route(number, names, len(ids), _session(pending_request)))
             pending_request.future.add_done_callback(partial(self._end_if_cancelled, request_id))
-        chosen = self._choose(state, self._under_way[request_id], candidate_replicas)
+        chosen = self._choose(state, self.under_way[request_id], candidate_replicas)
         if chosen is None:
             return [candidate_replicas]
         replica, promise = chosen
@@ -90,9 +94,9 @@ class VllmRouter(FleetRouter):
             self._end(request_id)
 
     def _end(self, request_id: str) -> None:
-        number = self._under_way.pop(request_id, None)
-        if number is not None and self._state is not None:
-            self._state.end(number, 0)
+        number = self.under_way.pop(request_id, None)
+        if number is not None and self.state is not None:
+            self.state.end(number, 0)
 
     async def _ids_of(self, request: Any) -> array[int] | None:
         """The token ids of a request's prompt; None: it has none that is known."""
