@@ -172,10 +172,11 @@ class HybridSpec:
         return (*places,)
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page. A tensor that is alone fills its page."""
+        """Bytes of one page. A tensor that is alone fills its page. A model that keeps nothing per token has empty
+        pages, so that the same bookkeeping serves it."""
         places = self.page_places(page_size)
         end = places[-1].start + places[-1].num_bytes
-        return _aligned(end) if len(places) > 1 else end
+        return (_aligned(end) if len(places) > 1 else end) or ALIGNMENT
 
     @property
     def state_places(self) -> tuple[Place, ...]:

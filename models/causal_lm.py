@@ -118,7 +118,8 @@ class CausalLM(EngineModel, ABC):
         layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
             (residual is None for the first layer), and it returns its output as two such terms. Its `linear` is the
             mixer whose state is in state slots, its `attention` the one whose keys and values are in pages, None where
-            it has none. The `layer` of a mixer is its row in the tensors of its kind, of two the same one.
+            it has none. The `layer` of a mixer is its row in the tensors of its kind, of two the same one. Where
+            mixers keep different tensors of the state, each names its own in `state_names`.
         norm: the final norm.
         predictor: drafts tokens; None: the model has none, or it is not loaded.
 
@@ -203,8 +204,8 @@ class CausalLM(EngineModel, ABC):
         for layer in decoder:
             linear, attention = layer.linear, layer.attention
             row = next((mixer.layer for mixer in (linear, attention) if mixer is not None), 0)
-            kept = tokens if attention is not None else (), states if linear is not None else ()
-            layers.append(LayerTensors(row, *kept))
+            kept = () if linear is None else getattr(linear, "state_names", states)
+            layers.append(LayerTensors(row, tokens if attention is not None else (), kept))
         if self.mtp is not None:
             predictor: Any = self.mtp.layers[0]
             spec = self.mtp.extend(spec, self.config.hidden_size)

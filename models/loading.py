@@ -37,6 +37,7 @@ from hybrid.models.olmo_hybrid import OlmoHybridForCausalLM
 from hybrid.models.quantized_files import restored_tensors
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
+from hybrid.models.recurrent_gemma import RecurrentGemmaForCausalLM
 from hybrid.models.transformers_model import TransformersModel, load_transformers_model
 from hybrid.models.transformers_types import NEEDED, is_in_transformers, is_new_enough
 from hybrid.models.weights import Layouts, Loader, Quantization, RestoredTensor, Stored, stored_tensors
@@ -64,6 +65,7 @@ ARCHITECTURES: dict[str, type[Any]] = {
     "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
     "qwen3_5_text": Qwen3_5ForCausalLM,
     "qwen3_next": Qwen3NextForCausalLM,
+    "recurrent_gemma": RecurrentGemmaForCausalLM,
 }
 """Model types of config.json that run here. `qwen3_5` and `qwen3_5_moe` are vision-language layouts, of which the
 language part is loaded."""

@@ -31,6 +31,7 @@ OLMO = "gated delta rule, convolution", "compiled", "plain torch"
 LIGHTNING = "lightning attention", "compiled", "plain torch"
 MAMBA1 = "Mamba-1, convolution", "compiled", "plain torch"
 SINKS = "sliding windows with sinks", "plain torch", "plain torch"
+GRIFFIN = "linear recurrence, convolution, sliding windows", "compiled", "plain torch"
 SHORT = "short convolutions", "compiled", "plain torch"
 NOTHING = "none", "", ""
 
@@ -55,6 +56,7 @@ STATES: dict[str, tuple[str, str, str]] = {
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,
+    "recurrent_gemma": GRIFFIN,
 }
 """By model type the layers whose state is kept, and what computes them on a CPU and on a GPU. Attention, products,
 norms and experts are compiled on a CPU, and Triton kernels on a GPU, in all of them."""
@@ -155,6 +157,18 @@ PUBLISHED = (
             "layer_types": _mixed(80, "linear_attention", 10),
         },
     ),
+    Published("RecurrentGemma-2B", "RecurrentGemmaConfig", {"num_key_value_heads": 1}),
+    Published(
+        "RecurrentGemma-9B",
+        "RecurrentGemmaConfig",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 38,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 1,
+            "lru_width": 4096,
+        },
+    ),
     Published("gpt-oss-20b", "GptOssConfig", {"num_hidden_layers": 24}),
     Published("gpt-oss-120b", "GptOssConfig", {}),
     Published("Llama-3.1-8B", "LlamaConfig", {"num_key_value_heads": 8}),
@@ -171,7 +185,7 @@ class SizeRow:
         model: its name.
         page_bytes: of `PAGE` tokens.
         state_bytes: of one sequence.
-        state_tokens: tokens whose keys and values weigh as much as a state.
+        state_tokens: tokens whose keys and values weigh as much as a state; 0: pages are empty.
     """
 
     model: str
@@ -182,7 +196,7 @@ class SizeRow:
     @classmethod
     def of(cls, sizes: Sizes) -> SizeRow:
         """The row of a model."""
-        tokens = round(sizes.state_bytes / sizes.token_bytes)
+        tokens = round(sizes.state_bytes / sizes.token_bytes) if sizes.token_bytes > 1 else 0
         return cls(sizes.name, PAGE * sizes.token_bytes, sizes.state_bytes, tokens)
 
 
@@ -212,7 +226,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         console.print(table)
     table = Table("model", f"page of {PAGE} tokens", "state", "a state weighs", title="what models keep")
     for row in rows:
-        weighs = f"{row.state_tokens} tokens" if row.state_bytes else ""
+        weighs = f"{row.state_tokens} tokens" if row.state_tokens else ""
         state = format_bytes(row.state_bytes) if row.state_bytes else ""
         table.add_row(row.model, format_bytes(row.page_bytes), state, weighs)
     console.print(table)

@@ -720,7 +720,8 @@ def under_pressure(judge: Judge, *others: str) -> list[Drafted]:
     """Chains, trees and lies in a memory that is too small: requests are retracted, and some aborted in the middle.
 
     Sizes and lies are tried until one is retracted. The first, which hold little more than one request, suffice for all
-    families in float32; where pages are half as large the memory of a state holds more of them, and one less does.
+    families in float32; where pages are half as large the memory of a state holds more of them, and one less does, and
+    where pages are empty two less.
     """
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
@@ -730,7 +731,7 @@ def under_pressure(judge: Judge, *others: str) -> list[Drafted]:
     longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
     outputs: list[RequestOutput] = []
     retracted = False
-    for percent, states, seed in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4), range(3)):
+    for percent, states, seed in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4, 3), range(3)):
         liar = Liar(seed, judge.engine.model.config.vocab_size, right.following)
         own = SpeculationConfig(drafters=(liar, *others), adaptive=False)
         warm = judge.warm(longest * percent // 100, states, own, longest)

@@ -231,6 +231,22 @@ SINKS: dict[str, Any] = {
 FULL: dict[str, Any] = {**BASE, "num_hidden_layers": 2, "head_dim": 20}
 
 
+GRIFFIN: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 192,  # of gates and values together
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "block_types": ["recurrent", "attention"],
+    "lru_width": 72,
+    "attention_window_size": 47,
+    "w_init_variance_scale": 1.0,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of checkpoint.
@@ -574,6 +590,29 @@ ALL_FAMILIES: dict[str, Family] = {
     "qwen3_next, odd sizes": Family(
         "Qwen3NextConfig", "Qwen3NextForCausalLM", {**GATED_DELTA, **EXPERTS, **ODD, **ODD_EXPERTS}
     ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {**GRIFFIN, "tie_word_embeddings": False}
+    ),
+    "recurrent_gemma, odd sizes, tied, biases": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {
+            **GRIFFIN,
+            "vocab_size": 777,
+            "hidden_size": 132,  # heads of 44, of which half is rotated
+            "intermediate_size": 198,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 3,
+            "block_types": ["recurrent", "recurrent", "attention"],
+            "lru_width": 51,
+            "conv1d_width": 3,
+            "attention_window_size": 101,
+            "attention_bias": True,
+            "logits_soft_cap": 7.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """By name, which begins with the model type of config.json."""
 
@@ -598,7 +637,7 @@ def random_model(family: Family, seed: int = 0) -> Any:
     model = getattr(transformers, family.model)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("_gate_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(0.2 * torch.randn_like(parameter))

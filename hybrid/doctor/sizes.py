@@ -73,7 +73,7 @@ class Sizes:
     """The sizes of a model.
 
     Attributes:
-        token_bytes: keys and values of one token, all layers.
+        token_bytes: keys and values of one token, all layers; 1 where pages are empty.
         state_bytes: the state of one sequence, all layers; 0: there is none.
         attention_layers, state_layers: layers that keep them.
         name: of the model, for reports.
@@ -101,11 +101,12 @@ class Sizes:
 
     @classmethod
     def of_spec(cls, spec: HybridSpec, name: str) -> Sizes:
-        """The sizes of a model that is described by what it keeps."""
+        """The sizes of a model that is described by what it keeps. One that keeps nothing per token counts as one layer
+        of one byte, which is what its pages take."""
         layers = sum(prod(tensor.outer[:1]) for tensor in spec.tokens)
         states = max((tensor.shape[0] for tensor in spec.state), default=0)
         per_token = sum(tensor.num_bytes(64) for tensor in spec.tokens) // 64
-        return cls(per_token, sum(tensor.num_bytes for tensor in spec.state), layers, states, name)
+        return cls(max(per_token, 1), sum(tensor.num_bytes for tensor in spec.state), max(layers, 1), states, name)
 
     @classmethod
     def of(cls, model: str | Path, dtype: torch.dtype | None = None) -> Sizes:

@@ -272,7 +272,7 @@ def _by_layer(places: Sequence[Place]) -> dict[tuple[str, int], Share]:
     shares, source = dict[tuple[str, int], Share](), 0
     for place in places:
         count = place.shape[0] if place.shape else 1
-        size = place.num_bytes // count
+        size = place.num_bytes // max(count, 1)
         for row in range(count):
             shares[place.name, row] = Share(place.start + row * size, source + row * size, size)
         source += place.num_bytes

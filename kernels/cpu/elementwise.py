@@ -32,6 +32,7 @@ _rotary = Compiled(f"{COMPILED}.elementwise", "rotary")
 _rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
 _rotate_pairs = Compiled(f"{COMPILED}.elementwise", "rotate_pairs")
 _norm_rotate_store = Compiled(f"{COMPILED}.elementwise", "norm_rotate_store")
+_soft_cap = Compiled(f"{COMPILED}.elementwise", "soft_cap")
 _softmax = Compiled(f"{COMPILED}.elementwise", "softmax")
 _log_softmax = Compiled(f"{COMPILED}.elementwise", "log_softmax")
 
@@ -293,6 +294,16 @@ def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     y = torch.empty(rows, size, dtype=torch.float32)
     args = logits.data_ptr(), temperature.data_ptr(), y.data_ptr(), logits.stride(0), size
     run(_softmax, FLOAT, args, rows, 1, logits.numel() // MIN_SHARED_LOGITS)
+    return y
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """`reference.elementwise.soft_cap`."""
+    logits = by_rows(logits)
+    rows, size = logits.shape
+    y = torch.empty(rows, size, dtype=torch.float32)
+    args = logits.data_ptr(), y.data_ptr(), logits.stride(0), size, bits(cap)
+    run(_soft_cap, FLOAT, args, rows, 1, logits.numel() // MIN_SHARED_LOGITS)
     return y
 
 

@@ -42,7 +42,7 @@ OF_NUMBERS = {
     ),
     "convolution": ("convolve", "convolve_tokens"),
     "state_space": ("scan", "advance", "time_steps", "add_skip", "grouped_gated_norm"),
-    "recurrences": ("delta_tokens", "scan_tokens"),
+    "recurrences": ("delta_tokens", "scan_tokens", "lru_tokens"),
     "matmul": ("arrange", "make_panels"),
     "drafts": ("choose_drafts",),
     "experts": ("take_pairs", "add_biases", "combine_experts", "add_shared"),
@@ -60,7 +60,7 @@ OF_TILES = {"amx": ("multiply_tiles",)}
 OF_FLOATS = {
     "drafts": ("most_likely", "continue_chains"),
     "experts": ("route_experts", "choose_experts", "sort_by_expert"),
-    "elementwise": ("softmax", "log_softmax"),
+    "elementwise": ("softmax", "log_softmax", "soft_cap"),
     "memory": ("fill",),
 }
 

@@ -1,4 +1,4 @@
-"""Kimi delta attention and the selective scan over state slots, of prompts and of decoded tokens
+"""Kimi delta attention, the selective scan and Griffin's recurrence over state slots, of prompts and of decoded tokens
 (`hybrid.kernels.cpu.compiled.recurrences`)."""
 
 import torch
@@ -13,6 +13,7 @@ MIN_SHARED = 1 << 15
 
 _delta_tokens = Compiled(f"{COMPILED}.recurrences", "delta_tokens")
 _scan_tokens = Compiled(f"{COMPILED}.recurrences", "scan_tokens")
+_lru_tokens = Compiled(f"{COMPILED}.recurrences", "lru_tokens")
 
 
 def chunk_kda(
@@ -101,6 +102,56 @@ def _scan(
     addresses, requests, captures = _addresses((x, dt, b, c, rate, state), slots)
     args = (*addresses, y.data_ptr(), *strides, len(x), requests, captures, channels, size)
     run(_scan_tokens, kind, args, channels, 16, len(x) * state[0].numel() // MIN_SHARED)
+    return y
+
+
+def rg_lru(
+    x: Tensor,
+    entry: Tensor,
+    forget: Tensor,
+    positions: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """`reference.rg_lru.rg_lru`."""
+    return _recur(x, entry, forget, positions, rate, state, (cu_seqlens, state_read, state_write, captures))
+
+
+def rg_lru_step(
+    x: Tensor,
+    entry: Tensor,
+    forget: Tensor,
+    positions: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+) -> Tensor:
+    """`reference.rg_lru.rg_lru_step`; a token that reads `LEFT_OUT` is not computed."""
+    return _recur(x, entry, forget, positions, rate, state, (state_read, state_write))
+
+
+def _recur(
+    x: Tensor,
+    entry: Tensor,
+    forget: Tensor,
+    positions: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    slots: tuple[Tensor, ...],
+) -> Tensor:
+    lies_right = rate.is_contiguous() and state.stride(1) == 1
+    kind = kind_of("the linear recurrence", x, entry, forget, exact=(rate, state), lies_right=lies_right)
+    x, entry, forget = map(by_rows, (x, entry, forget))
+    y, positions = torch.empty(x.shape, dtype=x.dtype), positions.contiguous()
+    strides = tuple(each.stride(0) for each in (x, entry, forget, state))
+    addresses, requests, captures = _addresses((x, entry, forget, positions, rate, state), slots)
+    args = (*addresses, y.data_ptr(), *strides, len(x), requests, captures, x.shape[1])
+    run(_lru_tokens, kind, args, x.shape[1], 16, x.numel() // MIN_SHARED)
     return y
 
 

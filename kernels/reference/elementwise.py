@@ -82,6 +82,16 @@ def squared_relu(x: Tensor) -> Tensor:
     return above * above
 
 
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(logits / cap)`, which is between `-cap` and `cap`; the same bits for an element wherever it stands.
+
+    Args:
+        logits: `[S, size]` fp32.
+    """
+    share = sigmoid(logits * 2 / cap)
+    return cap * (share - (1 - share))
+
+
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`."""
     return x * sigmoid(gate)

@@ -423,6 +423,7 @@ CAPTURED += [
     ("kimi_linear, odd sizes, low rank, fused", {"dtype": "bfloat16"}),
     ("bailing_hybrid", {}),
     ("gpt_oss, odd sizes, tied", {"dtype": "bfloat16"}),
+    ("recurrent_gemma, odd sizes, tied, biases", {"dtype": "bfloat16"}),
 ]
 
 

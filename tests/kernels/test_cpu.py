@@ -25,8 +25,9 @@ from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from hybrid.kernels.reference import convolution as twin_convolution
 from hybrid.kernels.reference import delta_rule as twin_delta_rule
+from hybrid.kernels.reference import elementwise as twin_elementwise
 from hybrid.kernels.reference import experts as twin_experts
-from hybrid.kernels.reference import kda, selective_scan
+from hybrid.kernels.reference import kda, rg_lru, selective_scan
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -729,6 +730,19 @@ def test_probabilities_of_what_is_excluded_are_zero_and_what_is_not_finite_spoil
         assert values.tolist() == [[float(i == int(logits[4].argmax())) for i in range(size)]]
 
 
+@pytest.mark.parametrize("size", [1, 7, 16, 5003])
+def test_bounded_logits_agree_with_fp64_and_a_row_is_by_itself(size: int, threads: Callable[[int], None]) -> None:
+    logits, cap = inside(20 * torch.randn(40, size)), 7.0
+    logits[0, 0], logits[1, 0] = 1e30, -1e30
+    bounded = elementwise.soft_cap(logits, cap)
+    torch.testing.assert_close(bounded.double(), cap * (logits.double() / cap).tanh(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(twin_elementwise.soft_cap(logits, cap), bounded, rtol=1e-6, atol=2e-6)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
+            assert same_bits(elementwise.soft_cap(logits[rows], cap), bounded[rows])
+
+
 def test_experts_with_logits_of_their_own_are_those_of_the_twin() -> None:
     logits, bias = torch.randn(30, 24), torch.randn(24)
     for own, normalise, groups in ((bias, True, (4, 2)), (None, False, (1, 1)), (bias, True, (6, 1))):
@@ -775,6 +789,7 @@ def test_rules_that_are_computed_token_by_token_agree_with_their_twins(dtype: to
     g = -torch.rand(tokens, heads, keys)
     x, b, c = (torch.randn(tokens, width).to(dtype) for width in (channels, size, size))
     dt, rate, scanned = torch.rand(tokens, channels), -torch.rand(size, channels), torch.randn(9, size, channels)
+    gated = *torch.randn(3, tokens, channels).to(dtype), torch.arange(tokens) % 32
     cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...], tuple[Any, ...], Tensor]] = [
         (recurrences.chunk_kda, kda.chunk_kda, (q, k, v, g, beta), (*slots, 16), torch.randn(9, heads, keys, values)),
         (recurrences.kda_step, kda.kda_step, (q, k, v, g, beta), steps, torch.randn(9, heads, keys, values)),
@@ -799,14 +814,18 @@ def test_rules_that_are_computed_token_by_token_agree_with_their_twins(dtype: to
             steps,
             scanned,
         ),
+        (recurrences.rg_lru, rg_lru.rg_lru, gated, slots, torch.randn(9, channels)),
+        (recurrences.rg_lru_step, rg_lru.rg_lru_step, gated, steps, torch.randn(9, channels)),
     ]
     for ours, theirs, inputs, places, state in cases:
         if places is steps:
             inputs = tuple(part[:6] for part in inputs)
-        fixed = (rate,) if len(inputs) == 4 else ()
+        fixed = {scanned.shape: (rate,), (9, channels): (rate[0].contiguous(),)}.get(state.shape, ())
         own, other = state.clone(), state.clone()
         y = ours(*inputs, *fixed, own, *places)
-        torch.testing.assert_close(y.float(), theirs(*inputs, *fixed, other, *places).float(), rtol=1e-5, atol=2e-5)
+        expected = theirs(*inputs, *fixed, other, *places)
+        is_rounded = ours in (recurrences.rg_lru, recurrences.rg_lru_step) and dtype == torch.bfloat16  # to its type
+        torch.testing.assert_close(y.float(), expected.float(), rtol=2**-7 if is_rounded else 1e-5, atol=2e-5)
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 

@@ -21,7 +21,6 @@ REASONS = {
     "inkling_text": "position_bias",
     "inkling2_text": "position_bias",
     "zamba": "would differ",
-    "recurrent_gemma": "would differ",
     "falcon_mamba": "none of its layers keeps keys and values",
 }
 """Types that are refused, and a part of the reason."""

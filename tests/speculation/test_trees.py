@@ -222,11 +222,11 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
     ("name", "wrong_every"),
     [
         *(("bamba", 3), ("tiny", 0), ("tiny", 3), ("gemma3_text", 3), ("qwen3_next", 3)),
-        *(("jamba", 3), ("kimi_linear", 0), ("olmo_hybrid", 3)),
+        *(("jamba", 3), ("kimi_linear", 0), ("olmo_hybrid", 3), ("recurrent_gemma", 3)),
     ],
 )
 def test_trees_change_no_bit_of_any_family(name: str, wrong_every: int, tmp_path: Path) -> None:
-    """The states of Mamba-2 and Mamba-1, those of delta rules, windows, latent rows, and experts."""
+    """The states of Mamba-2 and Mamba-1, of delta rules and recurrences, windows, latent rows, and experts."""
     path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)
     judge = Judge(Engine.from_pretrained(path, dtype="float32", cache=settings))

@@ -28,7 +28,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
 from hybrid.kernels.cpu.kinds import UNPACKED
 from hybrid.kernels.cpu.target import LANES
 
-_ONE = np.float32(1)
+_ONE, _TWO = np.float32(1), np.float32(2)
 _CUBE, _TWICE = np.float32(0.044715), np.float32(2 * math.sqrt(2 / math.pi))
 
 
@@ -147,6 +147,16 @@ def squared_relu(args, kind, first, last):
             value = get(own, i)
             value = ZERO if value < ZERO else value
             put(y, i, value * value)
+
+
+def soft_cap(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, out, stride, size, cap = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3], as_float(np.int32(a[4]))
+    for row in range(first, last):
+        own, y = at(x, row * stride), at(out, row * size)
+        for i in range(size):
+            share = sigmoid(get(own, i) * _TWO / cap)
+            put(y, i, cap * (share - (_ONE - share)))
 
 
 def add(args, kind, first, last):

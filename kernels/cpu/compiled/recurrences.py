@@ -1,7 +1,9 @@
 """Rules that are computed token by token, of prompts and of decoded tokens: the delta rule with a decay for each
-channel of the keys (Kimi delta attention) or for each head, and the selective scan of Mamba-1.
+channel of the keys (Kimi delta attention) or for each head, the selective scan of Mamba-1, and the gated linear
+recurrence of Griffin.
 
-A token has the same bits in a prompt and alone. Heads, and channels of the scan, are independent of each other.
+A token has the same bits in a prompt and alone. Heads, and channels of the scan and of the recurrence, are independent
+of each other.
 """
 
 import math
@@ -10,7 +12,19 @@ import numpy as np
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.tiles import dot
-from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, allocate, at, exp, fma, get, numbers, put, release
+from hybrid.kernels.cpu.compiled.vectors import (
+    INDEX,
+    ZERO,
+    allocate,
+    at,
+    exp,
+    fma,
+    get,
+    numbers,
+    put,
+    release,
+    sigmoid,
+)
 from hybrid.kernels.cpu.kinds import LEFT_OUT
 
 _ONE, _EPS = np.float32(1), np.float32(1e-6)
@@ -168,4 +182,42 @@ def scan_tokens(args, kind, first, last):
         for i in range(num_captures):
             if captures[3 * i] == request and captures[3 * i + 1] == token + 1 - starts[request]:
                 _keep(state, of_slot, first, current, width, channels, size, captures[3 * i + 2])
+    release(memory)
+
+
+def lru_tokens(args, kind, first, last):
+    """Channels `[first, last)` of all tokens."""
+    a = numbers(args, INDEX)
+    x, entry, forget = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
+    positions, rate, state = numbers(a[3], INDEX), numbers(a[4], ZERO), numbers(a[5], ZERO)
+    starts, captures, out = numbers(a[6], INDEX), numbers(a[9], INDEX), numbers(a[10], kind)
+    places = starts, numbers(a[7], INDEX), numbers(a[8], INDEX)
+    of_x, of_entry, of_forget, of_slot = a[11], a[12], a[13], a[14]
+    tokens, requests, num_captures, channels = a[15], a[16], a[17], a[18]
+    width, request = last - first, 0
+    memory = allocate(width)
+    current, rates = numbers(memory, ZERO), at(rate, first)
+    for token in range(tokens):
+        request = _request_of(starts, requests, request, token)
+        read, write = _slots(places, requests, request, token)
+        if read == LEFT_OUT:
+            continue
+        if read >= 0:
+            own = at(state, read * of_slot + first)
+            for j in range(width):
+                current[j] = own[j]
+        own, y, is_first = at(x, token * of_x + first), at(out, token * channels + first), positions[token] == 0
+        opened, closed = at(entry, token * of_entry + first), at(forget, token * of_forget + first)
+        for j in range(width):
+            decay = exp(get(rates, j) * sigmoid(get(closed, j)))
+            rest = fma(-decay, decay, _ONE)
+            rest = ZERO if rest < ZERO else rest
+            share = _ONE if is_first else np.float32(math.sqrt(rest))
+            put(current, j, fma(decay, get(current, j), get(own, j) * sigmoid(get(opened, j)) * share))
+            put(y, j, get(current, j))
+        if write >= 0:
+            _keep(state, of_slot, first, current, width, channels, 1, write)
+        for i in range(num_captures):
+            if captures[3 * i] == request and captures[3 * i + 1] == token + 1 - starts[request]:
+                _keep(state, of_slot, first, current, width, channels, 1, captures[3 * i + 2])
     release(memory)
