@@ -277,8 +277,10 @@ def test_the_memory_of_adapters_is_counted_and_limited(loaded: Engine, folders: 
 
 
 TARGETS = {
+    "bailing_hybrid": ["f_proj", "g_proj", "b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"],
     "bamba": ["in_proj", "out_proj", "v_proj"],
     "falcon_h1": ["in_proj", "k_proj", "gate_proj", "down_proj"],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "granitemoehybrid": ["in_proj", "o_proj", "input_linear", "output_linear"],
     "jamba": ["in_proj", "x_proj", "dt_proj", "out_proj", "q_proj"],
     "kimi_linear": ["q_proj", "f_b_proj", "g_a_proj", "kv_a_proj_with_mqa", "o_proj"],
@@ -287,6 +289,7 @@ TARGETS = {
     "nemotron_h": ["in_proj", "o_proj", "up_proj"],
     "olmo_hybrid": ["q_proj", "g_proj", "a_proj", "o_proj", "down_proj"],
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"],
+    "recurrent_gemma": ["linear_x", "linear_out", "k_proj", "o_proj", "gate_proj"],
 }
 """Matrix products that adapters of families change, some of them of another name or order than ours."""
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import hybrid
+from hybrid.models import loading, transformers_types
 from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.transformers_types import NEEDED
 from support.checkpoints import INDEX, WEIGHTS, edit_config, edit_weights, layers, shard
 from support.tensors import CPU
 
@@ -50,6 +52,17 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 def test_a_configuration_that_is_no_json_is_refused(text: str, copy: Path) -> None:
     (copy / "config.json").write_text(text)
     refused(copy, "config.json", "JSON")
+
+
+@pytest.mark.parametrize(("model_type", "first"), NEEDED.items())
+def test_a_type_that_the_installed_transformers_lacks_is_refused_with_the_version_that_has_it(
+    model_type: str, first: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (loading, transformers_types):
+        monkeypatch.setattr(module, "version", lambda package: "5.16.1")  # the oldest that is allowed
+    edit_config(copy, model_type=model_type)
+    words = model_type, f"from version {first} on", "installed is 5.16.1", f'pip install -U "transformers>={first}"'
+    refused(copy, *words, error=hybrid.UnsupportedModelError)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "null", "{}", '{"model_type": 7}'])
