@@ -77,6 +77,13 @@ def _model(server: Server, name: str) -> dict[str, Any]:
     return found | {"type": "model", "display_name": name, "max_model_len": server.max_model_len}
 
 
+async def nothing(server: Server, call: Call) -> None:
+    """Refuse a path that there is not."""
+    raise HttpError(
+        404, f"there is no {call.path!r:.100} here; docs/server.md lists what there is", code="unknown_path"
+    )
+
+
 async def health(server: Server, call: Call) -> None:
     """Answer `GET /health`: 503 where the engine has ended."""
     await _answer(call, not server.engine.has_ended, "the engine has ended")
@@ -101,6 +108,7 @@ def make_app(server: Server) -> Any:
         return Route(path, Endpoint(server, handle, is_open=is_open), methods=["GET"])
 
     return Router(  # what a whole application has around it costs something for each token
+        default=Endpoint(server, nothing, is_open=True),
         routes=[
             get("/health", health, is_open=True),
             get("/ready", ready, is_open=True),
@@ -118,5 +126,5 @@ def make_app(server: Server) -> Any:
             get("/", page, is_open=True),
             get("/live", live),
             get("/tree", tree),
-        ]
+        ],
     )

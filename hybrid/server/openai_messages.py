@@ -123,7 +123,7 @@ def image_from(data: str | LongData, where: str) -> Any:
         HttpError: it is no image of a known kind, or the extra `images` is not installed.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise HttpError(400, f"{where}: images need the extra 'images' on this server", where) from None
     try:
@@ -131,5 +131,6 @@ def image_from(data: str | LongData, where: str) -> Any:
     except binascii.Error as error:
         raise HttpError(400, f"{where} is not base64: {error}", where, "invalid_image_url") from None
     except Exception as error:  # Pillow raises many kinds for what is no image
-        text = f"{where} is not an image of PNG, JPEG, WebP or GIF: {error!s:.100}"
+        reason = "" if isinstance(error, UnidentifiedImageError) else f": {error!s:.100}"
+        text = f"{where} is not an image of PNG, JPEG, WebP or GIF{reason}"
         raise HttpError(400, text, where, "invalid_image") from None

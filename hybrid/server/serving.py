@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from hybrid.errors import ArgumentError
 from hybrid.server.app import make_app
 from hybrid.server.service import Server
 
@@ -48,11 +49,19 @@ async def serve(
 
     Returns:
         Whether all requests under way have ended by themselves.
+
+    Raises:
+        ArgumentError: the address cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        try:
+            listening.bind((host, port))
+        except OSError as error:
+            raise ArgumentError(
+                f"{_shown(host)}:{port} cannot be listened on: {error}; give another --port or --host"
+            ) from None
         config = uvicorn.Config(
             make_app(server),
             lifespan="off",

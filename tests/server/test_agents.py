@@ -3,9 +3,11 @@ results come back, streams are whole answers. The libraries' tests run where the
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from hybrid.prompts.cut_calls import whole_part
@@ -148,6 +150,30 @@ def test_reasoning_comes_back_with_the_items_of_a_response(script: tuple[Script,
     assert whole["output"][-1]["content"][0]["text"] == "The sum is 7."
     without = post("/v1/responses", input=[turns[0], *turns[2:]], tools=tools, max_output_tokens=1).json()
     assert whole["usage"]["input_tokens"] > without["usage"]["input_tokens"]  # the template has read it
+
+
+def test_the_first_event_of_a_stream_comes_before_any_token(
+    script: tuple[Script, Poster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of each answer waits until the client has had an event."""
+    _, post = script
+    may_end, waited, choose = threading.Event(), list[bool](), Script.__call__
+
+    def held(self: Script, answer: list[int], logits: Any) -> Any:
+        waited.append(may_end.wait(60))
+        return choose(self, answer, logits)
+
+    monkeypatch.setattr(Script, "__call__", held)
+    chat = {"model": "tiny", "messages": ASKED, "max_tokens": 4, "stream": True}
+    response = {"model": "tiny", "input": "What is 3 + 4?", "max_output_tokens": 4, "stream": True}
+    for path, body in (("chat/completions", chat), ("messages", chat), ("responses", response)):
+        may_end.clear()
+        with httpx.stream("POST", f"{post.address}/v1/{path}", json=body, timeout=90) as events_of:
+            lines = events_of.iter_lines()
+            assert next(lines)
+            may_end.set()
+            assert len([*lines]) > 2
+    assert waited and all(waited)
 
 
 # Libraries

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,3 +66,12 @@ def test_sigterm_under_load_loses_no_stream() -> None:
 def test_what_cannot_be_served_is_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "tiny", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "tiny", "--memory", "4MiB", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err

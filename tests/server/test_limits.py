@@ -37,6 +37,7 @@ def test_without_a_key_there_is_nothing_but_health_and_the_page(tenants: tuple[P
     stranger = Poster(tenants[0].address, "wrong")
     paths = {"/health": 200, "/ready": 200, "/": 200, "/live": 401, "/metrics": 401, "/tree": 401, "/v1/models": 401}
     assert {path: stranger.get(path).status_code for path in paths} == paths
+    assert stranger("/v1/embeddings").json()["error"]["code"] == "unknown_path"
     assert stranger.chat().json()["error"]["type"] == "authentication_error"
     assert stranger("/v1/messages").json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{stranger.address}/v1/models", headers={"x-api-key": "a"}).status_code == 200
