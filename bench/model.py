@@ -113,9 +113,9 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**SIZES, "layer_types": LINEAR, "linear_num_key_heads": 10, "linear_num_value_heads": 10},
     "qwen3": FULL,
-    "qwen3_5_moe_text": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 896},
-    "qwen3_5_text": SIZES,
-    "qwen3_next": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 896},
+    "qwen3_5_moe_text": {**SIZES, **EXPERTS, "layer_types": LINEAR, "shared_expert_intermediate_size": 896},
+    "qwen3_5_text": {**SIZES, "layer_types": LINEAR},
+    "qwen3_next": {**SIZES, **EXPERTS, "layer_types": LINEAR, "shared_expert_intermediate_size": 896},
 }
 """Sizes of models of about as many parameters, by the names of `hybrid.commands.random_checkpoints.FAMILIES`."""
 
@@ -160,7 +160,8 @@ def bytes_of_a_token(engine: Engine) -> float:
             share = engine.model.config.num_experts_per_tok / len(module.down_proj)
         if not isinstance(module, torch.nn.Embedding):
             total += share * sum(own.nbytes for own in module.parameters(recurse=False))
-            total += getattr(module, "scale", None).nbytes if getattr(module, "scale", None) is not None else 0
+            scale = getattr(module, "scale", None)  # of a weight in bytes; of attention it is a number
+            total += scale.nbytes if isinstance(scale, torch.Tensor) else 0
     return total
 
 

@@ -67,6 +67,15 @@ def test_the_cache_inside_transformers(load: Callable[..., ModuleType], tmp_path
     assert_every_line_is_measured(hf.measure(sides, 2), 11)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_family_against_qwen(dtype: str, load: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = load("cpu", PROMPT=64, OWN=8, STEPS=6)
+    monkeypatch.setattr(load("model"), "OF_FAMILIES", {"qwen3_5_text": {}, "kimi_linear": {}})
+    lines = cpu.of_family("kimi_linear", cpu.how(dtype), 1)
+    assert_every_line_is_measured(lines, 3)
+    assert [line.details["captured"] for line in lines[:2]] == [True, True]
+
+
 def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
     cpu = load("cpu", PROMPT=64, SHARED=128, OWN=8, STEPS=6, CLIENTS=3, NEW=2)
     load("model").save_random_model(tmp_path)
