@@ -56,7 +56,7 @@ _BYTE = np.int8(0)
 _HIGH = -65536
 """The bits of an fp32 number that it has as bfloat16."""
 
-WIDTHS = {1: 4, 2: 4, 3: 2, 4: 2, 6: 2, 8: 2} if HAS_WIDE_REGISTERS else {1: 4, 2: 2, 4: 1}
+WIDTHS = {1: 4, 2: 4, 3: 2, 4: 2, 6: 2, 8: 2} if HAS_WIDE_REGISTERS else {1: 2, 2: 2, 4: 1}
 """Rows of x that are multiplied at once, and how many rows of the weight with them: as the registers hold their
 sums."""
 
@@ -100,14 +100,21 @@ def _group(builder: Any, scales: Any, index: Any, is_paired: bool) -> _Group:
     return _Group([_rounded(builder, fma_of(builder, whole, scale, minimum), is_paired)])
 
 
-def _numbers_of(builder: Any, group: _Group, bits: Any, is_paired: bool) -> Any:
-    """The numbers of a group that the lowest four bits of each lane stand for."""
+def _numbers_of(builder: Any, group: _Group, bits: Any, is_paired: bool, piece: int = 0) -> Any:
+    """The numbers of a group that the four bits of a piece stand for, in each lane.
+
+    Where they are computed these bits stay where they are, and a power of two less of the scale makes up for it: the
+    product is exact, as before.
+    """
     if HAS_WIDE_REGISTERS:
+        bits = builder.lshr(bits, _each(4 * piece)) if piece else bits
         kind = ir.FunctionType(VECTOR, [VECTOR, _INTS])
         look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
         return builder.call(look_up, [*group.vectors, bits])
     scale, minimum = group.vectors
-    whole = builder.sitofp(builder.and_(bits, _each(15)), VECTOR)
+    if piece:
+        scale = builder.fmul(scale, ir.Constant(VECTOR, [0.0625**piece] * LANES))
+    whole = builder.sitofp(builder.and_(bits, _each(15 << 4 * piece)), VECTOR)
     return _rounded(builder, fma_of(builder, whole, scale, minimum), is_paired)
 
 
@@ -126,10 +133,6 @@ def _halves(builder: Any, w: Any, block: Any, is_paired: bool) -> list[Any]:
         narrow.align = 1
         found.append(builder.zext(narrow, _INTS))
     return found
-
-
-def _shifted(builder: Any, bits: Any, piece: int) -> Any:
-    return builder.lshr(bits, _each(4 * piece)) if piece else bits
 
 
 def _tile(rows: int, width: int) -> Any:
@@ -160,12 +163,14 @@ def _tile(rows: int, width: int) -> Any:
             def of_groups(index: Any) -> list[_Group]:
                 return [_group(builder, own, index, is_paired) for own in own_scales]
 
-            def multiply(sums: list[Any], found: list[_Group], halves: list[list[Any]], column: Any) -> list[Any]:
-                """Add the products of a piece from a column on, whose bits are the lowest of the halves."""
+            def multiply(
+                sums: list[Any], found: list[_Group], halves: list[list[Any]], column: Any, piece: int = 0
+            ) -> list[Any]:
+                """Add the products of a piece of the halves, from a column on."""
                 for part in range(2):
                     place = builder.add(column, LONG(part * LANES))
                     both = zip(found, halves, strict=True)
-                    own = [_numbers_of(builder, group, bits[part], is_paired) for group, bits in both]
+                    own = [_numbers_of(builder, group, bits[part], is_paired, piece) for group, bits in both]
                     for row, other in enumerate(xs):
                         vector = load_lanes(builder, other, place)
                         for number in range(width):
@@ -185,8 +190,7 @@ def _tile(rows: int, width: int) -> Any:
                     for piece in (2 * half, 2 * half + 1):
                         if piece % 2:
                             found = _again(builder, groups, found, partial(of_groups, builder.add(index, LONG(1))))
-                        shifted = [[_shifted(builder, bits, piece) for bits in own] for own in halves]
-                        sums = multiply(sums, found, shifted, builder.add(start, LONG(piece * PIECE)))
+                        sums = multiply(sums, found, halves, builder.add(start, LONG(piece * PIECE)), piece)
                 return sums
 
             def of_piece(piece: Any, before: list[Any]) -> list[Any]:
