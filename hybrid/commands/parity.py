@@ -48,6 +48,7 @@ from hybrid.kernels.ops import compiled_for
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.layers import Linear
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
+from hybrid.models.moe import ExpertRouter
 from hybrid.models.weights import stored_tensors
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.speculation.config import SpeculationConfig
@@ -310,8 +311,8 @@ def against_transformers(
         rounded: its logits in the type of the judge's engine, where that is another: errors are compared.
         tolerance: as `TOLERANCE`.
     """
-    ids = compared_with_transformers(judge)
-    decoded = 12
+    ids, decoded = compared_with_transformers(judge), 12
+    has_experts = any(isinstance(module, ExpertRouter) for module in judge.engine.model.modules())
     ways = {
         "logits of a prompt in one pass": len(ids),
         "logits of a prompt in chunks": judge.engine.cache.config.chunk_size,
@@ -323,7 +324,7 @@ def against_transformers(
         checks.append(
             compare_logits(name, ours, expected, tolerance)
             if rounded is None
-            else compare_errors(name, ours, rounded, expected)
+            else compare_errors(name, ours, rounded, expected, has_experts)
         )
     return checks
 
@@ -360,13 +361,30 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor, toleranc
     return Check(name, worst <= bound and same, None, detail)
 
 
-def compare_errors(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> Check:
+ROWS = torch.tensor([0.5, 0.9])
+"""The rows, in order of their errors, that are compared where experts are chosen: the middle one, and the one that nine
+tenths are no worse than."""
+
+
+def compare_errors(
+    name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, has_experts: bool = False
+) -> Check:
     """Compare the errors of logits `[tokens, vocab]`, ours and transformers' in the same type: their root mean squares,
-    as a fraction of that of the exact logits."""
+    as a fraction of that of the exact logits.
+
+    Two experts may be as likely but for rounding. Where another one is chosen, a row's error is ten times that of the
+    others, in either model, and a few such rows are most of the root mean square of all: which they are is chance. So
+    with experts rows are compared by themselves: rounding is alike in all of them.
+    """
     scale = exact.square().mean().sqrt()
-    our_error, their_error = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, theirs))
-    detail = f"error {our_error:.1e}, of transformers {their_error:.1e}, allowed {MAX_ERRORS} times as much"
-    return Check(name, our_error <= MAX_ERRORS * their_error, None, detail)
+    found = []
+    for logits in (ours, theirs):
+        rows = (logits - exact).square().mean(-1)
+        found.append((rows.sqrt().quantile(ROWS) if has_experts else rows.mean(0, keepdim=True).sqrt()) / scale)
+    texts = [" and ".join(f"{error:.1e}" for error in errors.tolist()) for errors in found]
+    what = "error of the middle row and of nine tenths" if has_experts else "error"
+    detail = f"{what} {texts[0]}, of transformers {texts[1]}, allowed {MAX_ERRORS} times as much"
+    return Check(name, bool((found[0] <= MAX_ERRORS * found[1]).all()), None, detail)
 
 
 @dataclass(frozen=True)

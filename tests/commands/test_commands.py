@@ -101,6 +101,19 @@ def test_logits_that_are_off_are_noticed() -> None:
     assert not parity.compare_logits("off", off, theirs).passed
 
 
+def test_parity_compares_rounding_apart_from_rows_in_which_another_expert_is_chosen() -> None:
+    torch.manual_seed(0)
+    exact, noise = torch.randn(200, 50), 0.01 * torch.randn(2, 200, 50)
+    ours, theirs = exact + noise[0], exact + noise[1]
+    assert parity.compare_errors("alike", ours, theirs, exact).passed
+    for worse in (exact + 1.7 * noise[0], torch.cat((ours[:100], exact[100:] + 4 * noise[0, 100:]))):
+        for has_experts in (False, True):
+            assert not parity.compare_errors("worse", worse, theirs, exact, has_experts).passed
+    ours[:5] += 0.5 * torch.randn(5, 50)
+    assert parity.compare_errors("another expert", ours, theirs, exact, has_experts=True).passed
+    assert not parity.compare_errors("some rows", ours, theirs, exact).passed
+
+
 STRESS = ("stress", "--no-model", "--no-signals", "--operations", "1000")
 
 
