@@ -69,7 +69,7 @@ TARGETS: dict[str, tuple[float | None, ...]] = {"int8": (0.9, 0.9, 0.9, 0.9), "i
 """Seconds of decode of one, a step of eight, a prefill and a hit over llama.cpp's."""
 
 GOALS = {"prefill": {2: 1.7, 4: 2.8}, "step of eight": {2: 1.5, 4: 2.8}}
-"""How many times as fast as one thread so many are to be."""
+"""How many times as fast as one thread these numbers of threads are to be."""
 
 PRODUCTS, REST, ALL = "products", "all else", "all"
 

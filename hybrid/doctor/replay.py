@@ -38,7 +38,7 @@ MAX_ENDLESS = 1 << 25
 """New tokens of traffic up to which an engine that forgets nothing is replayed beside the one that is explained."""
 
 TIMES_ENDLESS = 64
-"""Beyond these its memory is so many times that of the other: what a replay takes does not grow with the traffic."""
+"""Beyond these its memory is this many times that of the other: what a replay takes does not grow with the traffic."""
 
 MEMORY = "a cache of {} bytes"
 MEMORY_FLAGS = {
