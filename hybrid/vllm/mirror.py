@@ -203,9 +203,10 @@ class Mirror:
 
     def _get_computed_blocks(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks, num_tokens, boundary = theirs(request, *args, **kwargs)
-        if self.failure is None and self._manager.prefix_cache_lookup_enabled(request):
+        if self.failure is None:
             try:
-                boundary = self.looked_up(request, num_tokens, boundary)
+                if self._manager.prefix_cache_lookup_enabled(request):
+                    boundary = self.looked_up(request, num_tokens, boundary)
             except Exception as error:
                 self._fail(error, [])
         return blocks, num_tokens, boundary
@@ -227,14 +228,14 @@ class Mirror:
         return allocated
 
     def _cache_blocks(self, theirs: Callable[..., Any], request: Any, num_tokens: int) -> None:
-        rid, size, past = request.request_id, self._block_size, num_tokens - request.num_prompt_tokens
-        num_pages, num_states = self._num_cached(rid)
-        # vLLM takes blocks or lets go of some at the prompt's end, at a block's, and after these. It calls this for
-        # every token of an answer: of all others nothing follows.
-        if num_tokens // size <= num_pages and past > 1 and num_tokens % size != 1:
+        try:
+            before = self._before_caching(request, num_tokens)
+        except Exception as error:
+            self._fail(error, [])
+            before = None
+        if before is None:
             return theirs(request, num_tokens)
-        keeps = past > 0 and self._options.answers and self.failure is None
-        answers = self._states if keeps else ()
+        answers = self._states if self._options.answers and num_tokens > request.num_prompt_tokens else ()
         for group in answers:
             group.cache_blocks = partial(self._cache_states, group.cache_blocks)
         try:
@@ -245,18 +246,32 @@ class Mirror:
         if self.failure is None:
             try:
                 self.computed(request, num_tokens)
-                now = self._num_cached(rid)
-                if now[0] > num_pages or now[1] > num_states:
-                    self.cached(request, num_states, *now)
+                now = self._num_cached(request.request_id)
+                if now[0] > before[0] or now[1] > before[1]:
+                    self.cached(request, before[1], *now)
             except Exception as error:
                 self._fail(error, [])
         return None
+
+    def _before_caching(self, request: Any, num_tokens: int) -> tuple[int, int] | None:
+        """Blocks of a request that have a hash, before vLLM caches more; None: nothing follows from this call.
+
+        vLLM takes blocks or lets go of some at the prompt's end, at a block's, and after these. It calls this for every
+        token of an answer: of all others nothing follows.
+        """
+        before, size = self._num_cached(request.request_id), self._block_size
+        past = num_tokens - request.num_prompt_tokens
+        is_inside = num_tokens // size <= before[0] and past > 1 and num_tokens % size != 1
+        return None if is_inside else before
 
     def _cache_states(
         self, theirs: Callable[..., Any], request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
         """Keep the state at the last block of an answer too: the next turn continues there."""
-        kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
+        try:
+            kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
+        except Exception as error:
+            self._fail(error, [])
         theirs(request, num_tokens, *args, **kwargs)
 
     def _free(self, theirs: Callable[..., Any], request: Any) -> Any:
