@@ -4,7 +4,7 @@ made up. Needs vLLM, if only its wheel and what its scheduler imports."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +63,7 @@ class Served:
         token_by_token: a step gives one token of an answer; otherwise, where requests run one by one, whole blocks of
             it, which is faster.
         states_within: a pass gives the state at the prompt's last block too, as kernels for Mamba-2 do on a GPU.
+        settings: changes vLLM's configuration.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Served:
         token_by_token: bool = False,
         chunk: int = CHUNK,
         states_within: bool = False,
+        settings: Callable[[SimpleNamespace], None] = lambda config: None,
     ) -> None:
         specs, block_bytes = groups(states_within)
         self.num_blocks = int(memory) // block_bytes
@@ -86,6 +88,7 @@ class Served:
             prefix_cache_retention_interval=0,
         )
         config = configuration(self.num_blocks, chunk, 64, options or {})
+        settings(config)
         self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
         made = AsyncScheduler if at_once else PlainScheduler
         self.scheduler: Any = made(
@@ -108,10 +111,11 @@ class Served:
         """Blocks that are not free, when nothing runs."""
         return self.num_blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Request:
+    def add(self, prompt: Sequence[int], answer: Sequence[int], priority: int = 0) -> Request:
         """A request that waits."""
         params = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True, temperature=0.0)
-        request = Request(str(len(self._answers)), [*prompt], params, None, block_hasher=self._hasher)
+        name = str(len(self._answers))
+        request = Request(name, [*prompt], params, None, block_hasher=self._hasher, priority=priority)
         self._answers[request.request_id] = [*answer] or [7]
         self.scheduler.add_request(request)
         return request

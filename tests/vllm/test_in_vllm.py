@@ -3,6 +3,7 @@
 import inspect
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from support.vllm_needed import require_vllm
 require_vllm()
 
 from prometheus_client import REGISTRY  # noqa: E402
+from vllm.config import KVEventsConfig  # noqa: E402
+from vllm.distributed.kv_events import BlockRemoved, BlockStored  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
@@ -103,6 +106,32 @@ def test_aborted_requests_leave_nothing_behind() -> None:
     while served.step():
         pass
     sound(served)
+
+
+def test_priorities_parts_of_prompts_and_events_are_vllms() -> None:
+    def settings(config: SimpleNamespace) -> None:
+        config.scheduler_config.policy = "priority"
+        config.scheduler_config.max_num_partial_prefills = 4
+        config.scheduler_config.long_prefill_token_threshold = 2 * BLOCK
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+    served, draw = Served(60 * BLOCK_BYTES, {}, at_once=True, chunk=4096, settings=settings), random.Random(10)
+    events: list[Any] = []
+    served.scheduler.kv_event_publisher.publish = lambda batch: events.extend(batch.events)
+    running = []
+    for prompt, answer in conversations(9, 80):
+        running.append(served.add(prompt, answer, priority=draw.randrange(3)))
+        served.step()
+    while served.step():
+        pass
+    sound(served)
+    assert all(request.is_finished() for request in running)
+    assert sum(request.num_preemptions for request in running)
+    stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
+    removed = sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
+    cached = sum(block.block_hash is not None for block in served.scheduler.kv_cache_manager.block_pool.blocks)
+    assert stored - removed == cached > 0
+    assert removed > 100
 
 
 def test_an_error_leaves_vllm_with_its_own_queue(caplog: pytest.LogCaptureFixture) -> None:

@@ -514,15 +514,15 @@ def test_without_vllm_the_version_is_an_error_and_the_plugin_is_not(monkeypatch:
 
 def test_the_plugin_imports_neither_torch_nor_the_tree_nor_vllm() -> None:
     code = """
-import sys, time
+import sys
 import hybrid.vllm.plugin
-start = time.perf_counter(); hybrid.vllm.plugin.register(); took = time.perf_counter() - start
+hybrid.vllm.plugin.register()
 print([name for name in ("torch", "numpy", "vllm", "hybrid.tree", "hybrid.engine", "hybrid.vllm.mirror")
-       if name in sys.modules], took < 0.005)
+       if name in sys.modules])
 """
     command = [sys.executable, "-W", "error", "-c", code]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert shown == "[] True\n"
+    assert shown == "[]\n"
 
 
 def test_the_entry_point_names_the_function() -> None:
