@@ -5,9 +5,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import hybrid
@@ -291,6 +292,20 @@ def test_importing_is_silent_and_touches_neither_transformers_nor_triton_nor_fla
     )
     assert result.stdout == "[]\n"
     assert result.stderr == ""
+
+
+def test_the_engine_is_imported_without_any_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def modules(lines: Iterable[str]) -> set[str]:
+        return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+    lines = (lines for extra, lines in project["optional-dependencies"].items() if extra != "dev")
+    extras = modules(chain.from_iterable(lines))
+    absent = sorted(extras - modules(project["dependencies"]) - {"hybrid_prefix_cache"})
+    assert "orjson" in absent
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import hybrid; hybrid.Engine, hybrid.AsyncEngine"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_version_is_that_of_the_package() -> None:

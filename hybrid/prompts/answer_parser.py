@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
 from hybrid.errors import PromptError, VersionError
 from hybrid.prompts.cut_calls import PARAMETER, cut_call, written_arguments
 
@@ -81,7 +79,9 @@ class ToolCall:
     @property
     def json_arguments(self) -> str:
         """The arguments as JSON, as far as they were written."""
-        return self.cut if self.cut is not None else orjson.dumps(self.arguments).decode()
+        if self.cut is not None:
+            return self.cut
+        return json.dumps(self.arguments, ensure_ascii=False, separators=(",", ":"))
 
     def message(self) -> dict[str, Any]:
         """The call as an entry of `tool_calls` of an assistant's message."""

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 NAME = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
 """The beginning of a call that is JSON, up to its arguments."""
 
@@ -17,6 +15,22 @@ BEGUN = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
 """A parameter of a call that is marks, and one without its end."""
 
 CALL_END, PARAMETER_END = "</tool_call>", "\n</parameter>"
+
+
+def read_json(text: str) -> Any:
+    """Read what a model wrote as JSON.
+
+    Raises:
+        ValueError: it is none, or is nested too deep.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("JSON is nested too deep") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def cut_call(raw: str) -> tuple[str, dict[str, Any], str | None] | None:
@@ -49,18 +63,18 @@ def name_and_arguments(text: str) -> tuple[str, str] | None:
     if begun is None:
         return None
     try:
-        orjson.loads(text)
+        read_json(text)
         end = text.rindex("}")  # the brace that closes the call
     except ValueError:  # the answer ended at its length
         end = len(text)
-    name: str = orjson.loads(begun[1])
+    name: str = read_json(begun[1])
     return name, text[begun.end() : end]
 
 
 def whole_part(text: str) -> dict[str, Any]:
     """What is whole of a JSON object that may have been cut: members that are not are left out."""
     try:
-        found: dict[str, Any] = orjson.loads(text)
+        found: dict[str, Any] = read_json(text)
         return found
     except ValueError:
         pass
@@ -76,7 +90,7 @@ def whole_part(text: str) -> dict[str, Any]:
             continue
         end = token.start() if token[0] == "," else token.end()
         kept = text[:end] + "".join(reversed(closers))
-    whole: dict[str, Any] = orjson.loads(kept)
+    whole: dict[str, Any] = read_json(kept)
     return whole
 
 
@@ -111,7 +125,7 @@ def _without_begun(mark: str, text: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        orjson.loads(text)
+        read_json(text)
     except ValueError:
         return False
     return True

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
-from hybrid.prompts.cut_calls import name_and_arguments, whole_part
+import pytest
+
+from hybrid.prompts.cut_calls import name_and_arguments, read_json, whole_part
 
 
 def test_what_is_whole_of_arguments_that_were_cut() -> None:
@@ -31,3 +33,9 @@ def test_the_name_of_a_call_that_was_cut() -> None:
     assert name_and_arguments(text.replace(": ", ":").replace(", ", ",")) == ('a"b', '{"x":1}')
     assert name_and_arguments(text[:-3]) == ('a"b', '{"x": ')
     assert name_and_arguments(text[:12]) is None
+
+
+def test_what_is_no_json_is_an_error_of_values() -> None:
+    for text in ("[" * 100_000, "NaN", '{"a": Infinity}', "{", ""):
+        with pytest.raises(ValueError):
+            read_json(text)
