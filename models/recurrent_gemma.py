@@ -32,10 +32,17 @@ from hybrid.models.layers import (
 from hybrid.models.weights import Layouts, Source, renamed
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
-RECURRENT, SLIDING = "linear_attention", "sliding_attention"
+RECURRENT, SLIDING = "recurrent", "attention"
+"""Types of layers, as `block_types` has them."""
 
 STEEPNESS = -8.0
 """The log of a decay is at most this many times the softplus of a channel's parameter."""
+
+
+def kinds_of(config: Any) -> list[str]:
+    """The types of all layers: `block_types` again and again. Not all versions of transformers list them."""
+    count: int = config.num_hidden_layers
+    return (list(config.block_types) * count)[:count]
 
 
 class LocalAttention(WindowAttention):
@@ -197,11 +204,11 @@ class RecurrentGemmaForCausalLM(CausalLM):
 
     waits_for_device: bool = True  # the recurrence reads the slots on the host
     rotates_partly: bool = True
-    layer_kinds: tuple[str, ...] = (RECURRENT, SLIDING)
+    layer_kinds: tuple[str, ...] = ()  # `unsupported` knows them by other names
 
     def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
         assert not has_predictor
-        kinds = config.layer_types
+        kinds = kinds_of(config)
         layers = (RecurrentGemmaLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
         super().__init__(config, chunk_size, config.head_dim, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
         # rounded to bfloat16 in every type
@@ -213,6 +220,8 @@ class RecurrentGemmaForCausalLM(CausalLM):
         """Return what of a configuration is not computed here; None: all of it is."""
         if config.hidden_activation != "gelu_pytorch_tanh":
             return f"hidden_activation {config.hidden_activation!r} is not supported, only 'gelu_pytorch_tanh'"
+        if {*kinds_of(config)} != {RECURRENT, SLIDING}:
+            return f"block_types {config.block_types!r} are not supported, only {RECURRENT!r} and {SLIDING!r}, both"
         return super().unsupported(config)
 
     def _logits(self, x: Tensor, batch: Batch) -> Tensor:
@@ -224,7 +233,7 @@ class RecurrentGemmaForCausalLM(CausalLM):
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token, of which there are none, and per sequence of a model of this configuration."""
-        kinds, heads, size = config.layer_types, config.num_key_value_heads, config.head_dim
+        kinds, heads, size = kinds_of(config), config.num_key_value_heads, config.head_dim
         recurrent, width = kinds.count(RECURRENT), config.lru_width
         return HybridSpec(
             tokens=(TokenTensor.kv(0, heads, size, dtype),),
