@@ -622,7 +622,8 @@ FAMILIES = {name: family for name, family in ALL_FAMILIES.items() if is_new_enou
 
 def is_comparable(name: str) -> bool:
     """Tell whether the transformers that is installed computes a family as its models were trained: before 5.23 it
-    normalises the groups of a Bamba all together, and 5.16 rotates whole heads of a RecurrentGemma, not half of each."""
+    normalises the groups of a Bamba all together, and 5.16 rotates whole heads of a RecurrentGemma, not half of each
+    one."""
     has_groups = FAMILIES[name].settings.get("mamba_n_groups", 1) > 1
     is_other = has_groups or name.startswith("recurrent_gemma")
     return not is_other or Version(version("transformers")) >= Version("5.23")
