@@ -56,6 +56,7 @@ class Visit:
         options: its own.
         key: one hash for each full block so far.
         lock: on the pages that it uses; None: it uses none.
+        source: lock on the state that its next pass starts from; None: it starts from none of the tree's.
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
         lru_found: tokens that vLLM's own order of eviction would have found.
@@ -76,12 +77,14 @@ class Visit:
         "num_pages",
         "options",
         "shadow",
+        "source",
     )
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
         self.key: Key = Key(b"")
         self.lock: Lock | None = None
+        self.source: Lock | None = None
         self.num_pages: int = 0
         self.found: int | None = None
         self.lru_found: int = 0
@@ -213,16 +216,19 @@ class Mirror:
 
     def _allocate_slots(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         visit = self._requests.get(request.request_id)
-        if visit is None or visit.lock is not None or visit.num_pages:
+        begins = visit is not None and visit.lock is None and not visit.num_pages
+        if visit is None or not (begins or visit.source is not None):
             return theirs(request, *args, **kwargs)
         try:
-            self.protect(request, visit)
+            if begins:
+                self.protect(request, visit)
+            self._source, visit.source = visit.source, None
         except Exception as error:
             self._fail(error, [])
         allocated = theirs(request, *args, **kwargs)
         if self.failure is None:
             try:
-                self.allocated(request, visit, allocated is not None)
+                self.allocated(request, visit, begins, allocated is not None)
             except Exception as error:
                 self._fail(error, [])
         return allocated
@@ -349,13 +355,18 @@ class Mirror:
         if found.deepest is not None:
             visit.lock = self.tree.lock_match(found)
         if found.checkpoint is not None:
-            self._source = self.tree.lock_state(found.checkpoint)
+            visit.source = self.tree.lock_state(found.checkpoint)
 
-    def allocated(self, request: Any, visit: Visit, has_room: bool) -> None:
-        """A request has got room, and a copy of the state that it has found; or there was none."""
+    def allocated(self, request: Any, visit: Visit, begins: bool, has_room: bool) -> None:
+        """A request has got room for a pass, and a copy of the state that it starts from; or there was none."""
         source, self._source = self._source, None
+        if not begins and not has_room:
+            visit.source = source  # until it has room, or gives up what it has
+            return
         if source is not None:
             self.tree.unlock(source)
+        if not begins:
+            return
         if not has_room:
             self._unlock(visit)
             return
@@ -408,6 +419,8 @@ class Mirror:
         lock = self.tree.lock_pages(node, end)
         self._unlock(visit)
         visit.lock, visit.num_pages = lock, num_pages
+        if num_states and node.end == end and node.slot == tuple(table[num_pages - 1] for table in tables):
+            visit.source = self.tree.lock_state(node)  # its blocks are in use: to evict it would free none
 
     def _insert_state(
         self,
@@ -550,6 +563,7 @@ class Mirror:
         return (request.num_tokens - 1) // self._block_size * WORDS
 
     def _unlock(self, visit: Visit) -> None:
-        lock, visit.lock = visit.lock, None
-        if lock is not None:
-            self.tree.unlock(lock)
+        for lock in (visit.lock, visit.source):
+            if lock is not None:
+                self.tree.unlock(lock)
+        visit.lock = visit.source = None
