@@ -53,6 +53,8 @@ FOUND = """
 from support.sglang_absent import imitate
 imitate()
 import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "hybrid"]:  # what the imitation has loaded
+    del sys.modules[name]
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.mem_cache.registry import registered_radix_cache_backends
