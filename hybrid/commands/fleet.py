@@ -21,9 +21,6 @@ from hybrid.engine.config import EngineConfig
 from hybrid.errors import ArgumentError
 from hybrid.tiers.remote import open_store
 
-EVENTS_KEY = "HYBRID_EVENTS_KEY"
-"""The environment variable with the key of the sockets of events, where a cluster was joined."""
-
 MEMORY = Path("/dev/shm")
 """A file system in memory, which all processes of a machine see."""
 
@@ -59,6 +56,7 @@ def adapters_of(args: argparse.Namespace) -> dict[str, str]:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Serve until a signal ends it."""
     try:
+        from hybrid.events.sockets import EVENTS_KEY
         from hybrid.fleet.deployment import connect, start, stop, wait_for_signal
         from hybrid.fleet.settings import FleetSettings
         from hybrid.server.tenants import LOOPBACK

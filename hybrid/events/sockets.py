@@ -38,6 +38,9 @@ from hybrid.events.wire import (
 
 log: logging.Logger = logging.getLogger(__name__)
 
+EVENTS_KEY = "HYBRID_EVENTS_KEY"
+"""The environment variable with the key of a fleet's sockets, where they are of several machines."""
+
 HEARTBEAT = 1.0
 """Seconds after which the publisher says its number, and a follower that has heard nothing for three of them asks."""
 

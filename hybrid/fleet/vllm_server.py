@@ -7,10 +7,8 @@ from typing import Any
 
 from ray.serve.llm.deployment import LLMServer
 
+from hybrid.events.sockets import EVENTS_KEY
 from hybrid.fleet.vllm_replica import VllmEvents
-
-EVENTS_KEY = "HYBRID_EVENTS_KEY"
-"""The environment variable with the key of the sockets of events, where replicas are on several machines."""
 
 
 class VllmServer(LLMServer):
