@@ -400,5 +400,6 @@ class Front:
     def __serve_build_asgi_app__(self) -> App:
         """The application of `hybrid serve`, with a path of the fleet's own."""
         app = make_app(self._server)
-        app.routes.append(Path("/fleet", Endpoint(self._server, partial(fleet, self._engine)), methods=["GET"]))
+        answers = Endpoint(self._server, partial(fleet, self._engine), methods=("GET", "HEAD"))
+        app.routes.append(Path("/fleet", answers))
         return with_sessions(app)

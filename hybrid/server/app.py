@@ -31,21 +31,34 @@ class Endpoint:
         server: that answers.
         handle: answers a call.
         form: of errors, in the path's API.
+        methods: that the path takes; none: any.
         is_open: needs no key.
     """
 
     def __init__(
-        self, server: Server, handle: Handler, form: ErrorForm = openai_error, *, is_open: bool = False
+        self,
+        server: Server,
+        handle: Handler,
+        form: ErrorForm = openai_error,
+        *,
+        methods: tuple[str, ...] = (),
+        is_open: bool = False,
     ) -> None:
         self._server = server
         self._handle = handle
         self._form = form
+        self._methods = methods
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call."""
         call = Call(scope, receive, send)
         try:
+            if self._methods and scope["method"] not in self._methods:  # a route's own refusal would not be JSON
+                methods = ", ".join(self._methods)
+                raise HttpError(
+                    405, f"{call.path} takes {methods}", code="method_not_allowed", headers={"allow": methods}
+                )
             if not self._is_open:
                 self._server.tenants.check_origin(call.headers)
                 call.tenant = self._server.tenants.of(call.headers)
@@ -102,10 +115,10 @@ def make_app(server: Server) -> Any:
     """The ASGI application of a server."""
 
     def post(path: str, handle: Handler, form: ErrorForm = openai_error) -> Route:
-        return Route(path, Endpoint(server, handle, form), methods=["POST"])
+        return Route(path, Endpoint(server, handle, form, methods=("POST",)))
 
     def get(path: str, handle: Handler, *, is_open: bool = False) -> Route:
-        return Route(path, Endpoint(server, handle, is_open=is_open), methods=["GET"])
+        return Route(path, Endpoint(server, handle, methods=("GET", "HEAD"), is_open=is_open))
 
     return Router(  # what a whole application has around it costs something for each token
         default=Endpoint(server, nothing, is_open=True),

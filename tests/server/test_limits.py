@@ -38,6 +38,10 @@ def test_without_a_key_there_is_nothing_but_health_and_the_page(tenants: tuple[P
     paths = {"/health": 200, "/ready": 200, "/": 200, "/live": 401, "/metrics": 401, "/tree": 401, "/v1/models": 401}
     assert {path: stranger.get(path).status_code for path in paths} == paths
     assert stranger("/v1/embeddings").json()["error"]["code"] == "unknown_path"
+    wrong = [httpx.get(f"{stranger.address}/v1/messages"), httpx.delete(f"{stranger.address}/v1/models")]
+    assert [(one.status_code, one.headers["allow"]) for one in wrong] == [(405, "POST"), (405, "GET, HEAD")]
+    assert wrong[0].json()["type"] == "error" and wrong[1].json()["error"]["code"] == "method_not_allowed"
+    assert httpx.head(f"{stranger.address}/health").status_code == 200
     assert stranger.chat().json()["error"]["type"] == "authentication_error"
     assert stranger("/v1/messages").json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{stranger.address}/v1/models", headers={"x-api-key": "a"}).status_code == 200
