@@ -174,6 +174,14 @@ class Batch:
         return tuple(group for group in (self.prefills, self.decodes) if group is not None)
 
     @property
+    def prompt_slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The places where the linear layers read and write the states of prompts: `cu_seqlens`, `state_read` and
+        `state_write` of these, and `checkpoints`."""
+        prompts = self.prefills
+        assert prompts is not None
+        return prompts.cu_seqlens, prompts.state_read, prompts.state_write, self.checkpoints
+
+    @property
     def is_batch_invariant(self) -> bool:
         """Tell whether the result of a request must not depend on the rest of the batch."""
         return self.decode_start is not None

@@ -15,7 +15,7 @@ from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.packed_kv import is_packed
 from hybrid.kernels.reference import attention as twins
-from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, decode_linear, rotate
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, mix_tokens, rotate
 from hybrid.spec import StateTensor
 
 WINDOW = "window"
@@ -165,17 +165,7 @@ class WindowAttention(Heads):
         q, k, v = self.inputs(x, batch)
         q, (k, v) = q.unflatten(-1, (self.heads, -1)), self.of_heads(k, v)
         q, k = self.turned(q, k, rotary)
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            new = (q[prompts.rows], k[prompts.rows], v[prompts.rows])
-            tokens = (prompts.cu_seqlens, prompts.seq_lens)
-            slots = (prompts.state_read, prompts.state_write, batch.checkpoints)
-            parts.append(self.attend(*new, self._rings(state), *tokens, *slots, chunk_size))
-        if (decodes := batch.decodes) is not None:
-            rows = decodes.rows
-            inputs = (q[rows], k[rows], v[rows], batch.positions[rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = mix_tokens(self, (q, k, v, batch.positions), batch, state, chunk_size)
         return self.o_proj(y.flatten(1), batch)
 
     def turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -188,8 +178,14 @@ class WindowAttention(Heads):
         """Attention of prompts. The arguments are those of `window_attention`, the scale aside."""
         return window_attention(*args[:-1], self.scale, args[-1])
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Attention of prompts: `inputs` are their queries, keys, values and positions."""
+        prompts, (starts, *slots) = batch.prefills, batch.prompt_slots
+        assert prompts is not None
+        return self.attend(*inputs[:3], self._rings(state), starts, prompts.seq_lens, *slots, chunk_size)
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
+        """The same for decoded tokens."""
         q, k, v, positions = inputs
         return decode_windows(q, k, v, positions, self._rings(state), steps, self.scale)
 

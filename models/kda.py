@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import convolution, kda, state_space
-from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, decode_linear
+from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, mix_tokens
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import StateTensor
 
@@ -75,23 +75,21 @@ class KimiDeltaAttention(nn.Module):
         mixed = torch.cat([each(x, batch) for each in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         b = self.b_proj(x, batch)
         g, beta = self._decays(_chained(self._decay, x, batch)), kernels.sigmoid_and_mul(self._ones(b), b)
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            rows = prompts.rows
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            taps, own = self.conv1d.weight.squeeze(1), batch.needs_own_kernels
-            q, k, v = self._split(kernels.causal_conv1d(mixed[rows], taps, conv, *slots, batch_invariant=own))
-            parts.append(_computes(x).chunk_kda(q, k, v, g[rows], beta[rows], recurrent, *slots, chunk_size))
-        if (decodes := batch.decodes) is not None:
-            inputs = (mixed[decodes.rows], g[decodes.rows], beta[decodes.rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = self.o_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
+        y = self.o_norm(mix_tokens(self, (mixed, g, beta), batch, state, chunk_size))
         gate = _chained(self._gate, x, batch).float().view(y.shape)
         return self.o_proj(kernels.sigmoid_and_mul(y.flatten(1), gate.flatten(1)).to(x.dtype), batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The convolution and the rule for prompts: `inputs` are their rows of `mixed`, and their gates."""
+        mixed, g, beta = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        taps, slots, own = self.conv1d.weight.squeeze(1), batch.prompt_slots, batch.needs_own_kernels
+        q, k, v = self._split(kernels.causal_conv1d(mixed, taps, conv, *slots, batch_invariant=own))
+        y: Tensor = _computes(q).chunk_kda(q, k, v, g, beta, recurrent, *slots, chunk_size)
+        return y
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The convolution and the rule for decoded tokens: `inputs` are their rows of `mixed`, and their gates."""
+        """The same for decoded tokens."""
         mixed, g, beta = inputs
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)

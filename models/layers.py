@@ -228,7 +228,18 @@ class MLP(nn.Module):
 
 
 class LinearMixer(Protocol):
-    """A linear-attention layer."""
+    """A part of a model that keeps states of sequences, as a linear-attention layer does."""
+
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Compute the tokens of prompts.
+
+        Args:
+            inputs: `[N, ...]` what the states after them are computed from.
+            batch: whose prompts they are.
+            state: the state pool's tensors by name; written.
+            chunk_size: chunk of the linear layers, in tokens.
+        """
+        ...
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """Compute decoded tokens.
@@ -241,14 +252,20 @@ class LinearMixer(Protocol):
         ...
 
 
-def decode_linear(
-    mixer: LinearMixer, inputs: tuple[Tensor, ...], decodes: Group, batch: Batch, state: dict[str, Tensor]
+def mix_tokens(
+    mixer: LinearMixer, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int
 ) -> Tensor:
-    """A linear-attention layer's output for the decoded tokens of a batch, one row each, from their `inputs`, which go
-    to the batch's log if it has one."""
-    if batch.log is not None:
-        batch.log.append(inputs)
-    return unrolled(mixer.step, inputs, decodes, state)
+    """A mixer's output for the tokens of a batch, from their `inputs`, one row each. Those of decoded tokens go to the
+    batch's log if it has one."""
+    parts = []
+    if (prompts := batch.prefills) is not None:
+        parts.append(mixer.prefill(tuple(part[prompts.rows] for part in inputs), batch, state, chunk_size))
+    if (decodes := batch.decodes) is not None:
+        own = tuple(part[decodes.rows] for part in inputs)
+        if batch.log is not None:
+            batch.log.append(own)
+        parts.append(unrolled(mixer.step, own, decodes, state))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unrolled(

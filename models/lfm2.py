@@ -15,7 +15,7 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import convolution
 from hybrid.models.attention import NormedAttention, head_dim_of
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, decode_linear
+from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, mix_tokens
 from hybrid.models.moe import Experts, SigmoidRouter, expert_layouts
 from hybrid.models.weights import Layouts, renamed
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
@@ -52,19 +52,17 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         before, after, x = self.in_proj(x, batch).chunk(3, dim=-1)
-        gated, parts = before * x, []
-        if (prompts := batch.prefills) is not None:
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            windows = state["conv"][:, self.layer]
-            sums = _computes(x).causal_sums(gated[prompts.rows], self._taps(), windows, *slots, self.conv.bias)
-            parts.append(sums)
-        if (decodes := batch.decodes) is not None:
-            parts.append(decode_linear(self, (gated[decodes.rows],), decodes, batch, state))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = mix_tokens(self, (before * x,), batch, state, chunk_size)
         return self.out_proj(after * y.to(after.dtype), batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The convolution for prompts: `inputs` are their gated rows."""
+        (gated,), windows = inputs, state["conv"][:, self.layer]
+        y: Tensor = _computes(gated).causal_sums(gated, self._taps(), windows, *batch.prompt_slots, self.conv.bias)
+        return y
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The convolution of decoded tokens: `inputs` are their gated rows."""
+        """The same for decoded tokens."""
         (gated,), slots = inputs, (steps.read, steps.write)
         windows = state["conv"][:, self.layer]
         y: Tensor = _computes(gated).causal_sums_update(gated, self._taps(), windows, *slots, self.conv.bias)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.models.layers import Linear, RMSNorm, decode_linear, silu
+from hybrid.models.layers import Linear, RMSNorm, mix_tokens, silu
 
 
 class LightningAttention(nn.Module):
@@ -39,20 +39,18 @@ class LightningAttention(nn.Module):
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         mixed = silu(self.qkv_proj(x, batch)).unflatten(-1, (self.heads, 3 * self.head_dim))
         q, k, v = (part.contiguous() for part in mixed.chunk(3, dim=-1))
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            rows, rule = prompts.rows, _computes(x).chunk_state_space
-            times, recurrent = self._times(q[rows]), state["recurrent"][:, self.layer]
-            parts.append(rule(v[rows], times, k[rows], q[rows], self._rate(x), recurrent, *slots, chunk_size))
-        if (decodes := batch.decodes) is not None:
-            inputs = (q[decodes.rows], k[decodes.rows], v[decodes.rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = self.norm((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1).to(x.dtype))
+        y = self.norm(mix_tokens(self, (q, k, v), batch, state, chunk_size).flatten(1).to(x.dtype))
         return self.out_proj(kernels.sigmoid_and_mul(y, self.output_gate(x, batch)), batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The rule for prompts: `inputs` are their queries, keys and values."""
+        (q, k, v), rule = inputs, _computes(inputs[0]).chunk_state_space
+        slots, recurrent = batch.prompt_slots, state["recurrent"][:, self.layer]
+        y: Tensor = rule(v, self._times(q), k, q, self._rate(q), recurrent, *slots, chunk_size)
+        return y
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The rule for decoded tokens: `inputs` are their queries, keys and values."""
+        """The same for decoded tokens."""
         (q, k, v), rule = inputs, _computes(inputs[0]).state_space_step
         recurrent = state["recurrent"][:, self.layer]
         y: Tensor = rule(v, self._times(q), k, q, self._rate(q), recurrent, steps.read, steps.write)

@@ -51,7 +51,7 @@ class Mamba1(nn.Module):
         mixed, gate = self.in_proj(x, batch).chunk(2, dim=-1)
         prompts, decodes, convolved = batch.prefills, batch.decodes, []
         if prompts is not None:
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            slots = batch.prompt_slots
             taps, windows = self.conv1d.weight.squeeze(1), state["conv"][:, self.layer]
             conv = _computes(x).causal_conv1d
             convolved.append(conv(mixed[prompts.rows], taps, windows, *slots, self.conv1d.bias))

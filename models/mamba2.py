@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.models.layers import DepthwiseWeight, Linear, decode_linear
+from hybrid.models.layers import DepthwiseWeight, Linear, mix_tokens
 from hybrid.spec import StateTensor
 
 
@@ -141,28 +141,24 @@ class Mamba2(nn.Module):
         if self.sizes.scales is not None:
             projected = projected * self._factors(projected)
         gate, mixed, dt = projected.split(self.widths, dim=-1)
-        computes = _computes(x)
-        dt = computes.time_steps(dt, self.dt_bias, self.sizes.limits)
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            values, b, c = self._split(computes.causal_conv1d(mixed[prompts.rows], weight, conv, *slots, bias))
-            rule = computes.chunk_state_space(
-                values, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size
-            )
-            parts.append(computes.add_skip(rule, values, self.D))
-        if (decodes := batch.decodes) is not None:
-            inputs = (mixed[decodes.rows], dt[decodes.rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        total = parts[0] if len(parts) == 1 else torch.cat(parts)
-        flat = total.flatten(1)
+        dt = _computes(x).time_steps(dt, self.dt_bias, self.sizes.limits)
+        flat = mix_tokens(self, (mixed, dt), batch, state, chunk_size).flatten(1)
         y = self.norm(flat, gate) if self.sizes.has_norm else kernels.silu_and_mul(gate, flat.to(gate.dtype))
         return self.out_proj(y, batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The convolution and the rule for prompts: `inputs` are their rows of `mixed`, and their time steps."""
+        mixed, dt = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        computes, slots = _computes(mixed), batch.prompt_slots
+        taps, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        values, b, c = self._split(computes.causal_conv1d(mixed, taps, conv, *slots, bias))
+        rule = computes.chunk_state_space(values, dt, b, c, self._rate(), recurrent, *slots, chunk_size)
+        y: Tensor = computes.add_skip(rule, values, self.D)
+        return y
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
+        """The same for decoded tokens."""
         mixed, dt = inputs
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         computes = _computes(mixed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.models.layers import Linear, ResidualLayer, RMSNorm, Rotary, decode_linear
+from hybrid.models.layers import Linear, ResidualLayer, RMSNorm, Rotary, mix_tokens
 from hybrid.spec import HybridSpec, StateTensor
 
 HIDDEN = "hidden"
@@ -30,19 +30,18 @@ class _LastHidden(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> Tensor:
         """The rows before those of `[T, hidden_size]`; reads and writes the state slots of the batch."""
-        slots, parts = state[HIDDEN], []
-        prompts, decodes = batch.prefills, batch.decodes
-        if prompts is not None:
-            rows, starts = x[prompts.rows], prompts.cu_seqlens
-            before = rows.roll(1, 0)
-            before[starts[:-1]] = slots[prompts.state_read]
-            requests, lengths, places = batch.checkpoints.unbind(1)
-            slots[places] = rows[starts[requests] + lengths - 1]
-            slots[prompts.state_write] = rows[starts[1:] - 1]
-            parts.append(before)
-        if decodes is not None:
-            parts.append(decode_linear(self, (x[decodes.rows],), decodes, batch, state))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return mix_tokens(self, (x,), batch, state, chunk_size=1)  # nothing here is computed in chunks
+
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The same for prompts."""
+        (x,), slots = inputs, state[HIDDEN]
+        before = x.roll(1, 0)
+        starts, read, write, checkpoints = batch.prompt_slots
+        before[starts[:-1]] = slots[read]
+        requests, lengths, places = checkpoints.unbind(1)
+        slots[places] = x[starts[requests] + lengths - 1]
+        slots[write] = x[starts[1:] - 1]
+        return before
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """The same for decoded tokens."""

@@ -23,7 +23,7 @@ from hybrid.models.layers import (
     ResidualLayer,
     RMSNorm,
     Rotary,
-    decode_linear,
+    mix_tokens,
 )
 from hybrid.models.qwen3_5 import delta_states
 from hybrid.models.weights import Layouts, Source, renamed
@@ -70,24 +70,20 @@ class OlmoDeltaNet(nn.Module):
         q, k, v, gate, a, b = self.inputs(x, batch)
         mixed = torch.cat((q, k, v), dim=-1)
         g, beta = kernels.delta_gates(a, b, self._rate(), self.dt_bias)
-        beta = beta * self.most
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        parts = []
-        if (prompts := batch.prefills) is not None:
-            tokens = prompts.rows
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            taps, own = self.conv1d.weight.squeeze(1), batch.needs_own_kernels
-            values = self._split(kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=own))
-            rule = _computes(x).chunk_delta_rule
-            parts.append(rule(*values, g[tokens], beta[tokens], recurrent, *slots, chunk_size))
-        if (decodes := batch.decodes) is not None:
-            inputs = (mixed[decodes.rows], g[decodes.rows], beta[decodes.rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = mix_tokens(self, (mixed, g, beta * self.most), batch, state, chunk_size)
         return self.o_proj(self.o_norm(y, gate.unflatten(-1, (-1, self.value_dim))).flatten(1), batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The convolution and the rule for prompts: `inputs` are their rows of `mixed`, and their gates."""
+        mixed, g, beta = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        taps, slots, own = self.conv1d.weight.squeeze(1), batch.prompt_slots, batch.needs_own_kernels
+        values = self._split(kernels.causal_conv1d(mixed, taps, conv, *slots, batch_invariant=own))
+        y: Tensor = _computes(mixed).chunk_delta_rule(*values, g, beta, recurrent, *slots, chunk_size)
+        return y
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The convolution and the rule for decoded tokens: `inputs` are their rows of `mixed`, and their gates."""
+        """The same for decoded tokens."""
         mixed, g, beta = inputs
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)

@@ -23,7 +23,7 @@ from hybrid.models.layers import (
     ResidualLayer,
     RMSNorm,
     Rotary,
-    decode_linear,
+    mix_tokens,
 )
 from hybrid.models.moe import SparseMoE, expert_layouts
 from hybrid.models.mtp import MultiTokenPredictor
@@ -59,30 +59,20 @@ class GatedDeltaNet(nn.Module):
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         mixed, gate, a, b = self.inputs(x, batch)
         gate = gate.unflatten(-1, (self.value_heads, self.value_dim))
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        taps = self.conv1d.weight.squeeze(1)
-        parts = []
-        prompts, decodes = batch.prefills, batch.decodes
-        if prompts is not None:
-            tokens = prompts.rows
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            q, k, v = self._split(
-                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.needs_own_kernels)
-            )
-            gates = (a[tokens], b[tokens], self._rate(), self.dt_bias)
-            parts.append(
-                kernels.chunk_gated_delta_rule(
-                    q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.needs_own_kernels
-                )
-            )
-        if decodes is not None:
-            inputs = (mixed[decodes.rows], a[decodes.rows], b[decodes.rows])
-            parts.append(decode_linear(self, inputs, decodes, batch, state))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y = mix_tokens(self, (mixed, a, b), batch, state, chunk_size)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
 
+    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """The convolution and the rule for prompts: `inputs` are the rows of `mixed`, `a` and `b`."""
+        mixed, a, b = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        taps, slots, own = self.conv1d.weight.squeeze(1), batch.prompt_slots, batch.needs_own_kernels
+        q, k, v = self._split(kernels.causal_conv1d(mixed, taps, conv, *slots, batch_invariant=own))
+        gates = (a, b, self._rate(), self.dt_bias)
+        return kernels.chunk_gated_delta_rule(q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=own)
+
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed`, `a` and `b`."""
+        """The same for decoded tokens."""
         mixed, a, b = inputs
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         rates = (self.conv1d.weight.squeeze(1), self._rate(), self.dt_bias)

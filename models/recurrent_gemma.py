@@ -116,7 +116,7 @@ class RecurrentBlock(nn.Module):
         gate, mixed = self.inputs(x, batch)
         prompts, decodes, convolved = batch.prefills, batch.decodes, []
         if prompts is not None:
-            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            slots = batch.prompt_slots
             taps, windows = self.conv_1d.weight.squeeze(1), state["conv"][:, self.layer]
             sums = _convolutions(x).causal_sums(mixed[prompts.rows], taps, windows, *slots, self.conv_1d.bias)
             convolved.append(sums.to(x.dtype))
