@@ -192,7 +192,8 @@ class HybridCache:
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
         self._owner = _Owner()
-        self._subscriptions = Subscriptions(memory, self.tiers.host if self.tiers is not None else None, self.claim)
+        host, disk = (self.tiers.host, self.tiers.disk) if self.tiers is not None else (None, None)
+        self._subscriptions = Subscriptions(memory, host, disk, self.claim)
         self.on_clear: WeakSet[Clearable] = WeakSet()
         self._shares: dict[str, float] = {}
         self._is_bookkeeping = False

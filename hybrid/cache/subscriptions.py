@@ -1,15 +1,17 @@
-"""Those who follow what a cache has: what the tree and host memory take and give up goes to their feeds."""
+"""Those who follow what a cache has: what the tree, host memory and the disk take and give up goes to their feeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from weakref import WeakMethod
 
 from hybrid.cache.names import complete, name_at
-from hybrid.events.change import CHECKPOINT, DEVICE, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
+from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
 from hybrid.events.feed import Feed
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.memory import CacheMemory
+from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.tier import Note, of_namespace
 from hybrid.tree.node import Node, Root
@@ -21,19 +23,21 @@ class Subscriptions:
 
     Args:
         memory: whose pages and checkpoints have sizes.
-        host: whose copies are seen, too; None: there are none.
+        host, disk: whose copies are seen, too; None: there are none.
         check: a method of the cache, which raises in a thread that may not use it.
 
     Attributes:
         feeds: that are open.
     """
 
-    def __init__(self, memory: CacheMemory, host: HostTier | None, check: Callable[[], None]) -> None:
+    def __init__(
+        self, memory: CacheMemory, host: HostTier | None, disk: DiskTier | None, check: Callable[[], None]
+    ) -> None:
         self.feeds: tuple[Feed, ...] = ()
         self._owner = WeakMethod(check)  # without a circle: a cache that is dropped is freed at once
         sizes = memory.sizes
         self._page_bytes, self._checkpoint_bytes = (sizes.page, sizes.checkpoint) if sizes else (0, 0)
-        self._host = host
+        self._host, self._disk = host, disk
         self._with_values = False
         self._tree: Tree | None = None
 
@@ -41,8 +45,10 @@ class Subscriptions:
         """Watch this tree from now on; what the one before had has gone."""
         if self._tree is not None:
             self._add(Change(False, EVERYTHING, b"", 0))
-            for change in self._copies():
+            for change in self._host_copies():
                 self._add(change)
+            if self._disk is not None:
+                self._disk.tell_all()
         self._tree = tree
         tree.watcher = self if self.feeds else None
 
@@ -54,7 +60,9 @@ class Subscriptions:
         self._with_values = any(one.with_values for one in self.feeds)
         self._tree.watcher = self
         if self._host is not None:
-            self._host.on_change = self.copy
+            self._host.on_change = partial(self.copy, HOST)
+        if self._disk is not None:
+            self._disk.on_change = partial(self.copy, DISK)
         return feed
 
     def _check(self) -> None:
@@ -69,6 +77,8 @@ class Subscriptions:
             self._tree.watcher = None
             if self._host is not None:
                 self._host.on_change = None
+            if self._disk is not None:
+                self._disk.on_change = None
 
     def _add(self, change: Change) -> None:
         for feed in self.feeds:
@@ -93,9 +103,9 @@ class Subscriptions:
         first = (node.start - run.start) // run.page_size + num_kept
         self._add(Change(False, PAGES, bytes(_names(node)[first * NAME_BYTES :]), node.end))
 
-    def copy(self, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
-        """A copy of a checkpoint in host memory has come, or is about to go."""
-        self._add(Change(born, CHECKPOINT, name, note.end if note is not None else 0, HOST, num_bytes if born else 0))
+    def copy(self, tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
+        """A copy of a checkpoint has come to a tier, or goes."""
+        self._add(Change(born, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes if born else 0))
 
     # What there is
 
@@ -124,12 +134,18 @@ class Subscriptions:
             yield self._pages(node, node.start)
             if node.slot is not None:
                 yield self._checkpoint(node)
-        yield from self._copies()
+        yield from self._host_copies()
+        if self._disk is not None:
+            yield from (_copy(DISK, *one) for one in self._disk.checkpoints())
 
-    def _copies(self) -> Iterator[Change]:
+    def _host_copies(self) -> Iterator[Change]:
         if self._host is not None:
-            for name, note, num_bytes in self._host.checkpoints():
-                yield Change(True, CHECKPOINT, name, note.end if note is not None else 0, HOST, num_bytes)
+            yield from (_copy(HOST, *one) for one in self._host.checkpoints())
+
+
+def _copy(tier: str, name: bytes, note: Note | None, num_bytes: int) -> Change:
+    """The birth of a copy of a checkpoint."""
+    return Change(True, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes)
 
 
 def _names(node: Node) -> bytearray:

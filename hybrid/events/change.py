@@ -10,7 +10,7 @@ NAME_BYTES = 16
 PAGES, CHECKPOINT, EVERYTHING = "pages", "checkpoint", "everything"
 """Kinds of changes."""
 
-DEVICE, HOST, STORE = "device", "host", "store"
+DEVICE, HOST, DISK, STORE = "device", "host", "disk", "store"
 """Tiers whose changes are seen; the store is one that replicas of several machines share."""
 
 
@@ -23,7 +23,7 @@ class Change(NamedTuple):
         names: the digest of the prefix at the end of each page, or at the checkpoint: `NAME_BYTES` each. A digest holds
             the namespace and all tokens before.
         num_tokens: of the prefix at the last of the names.
-        tier: "device", "host" or "store".
+        tier: "device", "host", "disk" or "store".
         num_bytes: of each page, or of the checkpoint; 0: not known.
         value: of a checkpoint, its rank by the policy when it came: what it is likely to save; None: not known, or not
             asked for.

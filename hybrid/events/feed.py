@@ -32,7 +32,7 @@ class FeedSnapshot(NamedTuple):
 class Feed:
     """The changes of a cache since it was subscribed to, numbered from 1 on. Made by `HybridCache.subscribe`.
 
-    The cache's thread adds changes; any thread may read them.
+    The cache's thread adds changes, and that which writes to its disk; any thread may read them.
 
     Args:
         take: makes a snapshot's changes; in the thread of the cache.
@@ -44,8 +44,8 @@ class Feed:
         with_values: as given.
         feed_id: no other feed has it, so that a reader sees when the cache is another one.
         number: of the last change.
-        on_change: called in the cache's thread after the first change since `since` was called; None: nothing is. Must
-            not raise, and must not call the cache.
+        on_change: called in the thread that adds a change, after the first since `since` was called; None: nothing is.
+            Must not raise, and must not call the cache.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class Feed:
         self._is_told = False
 
     def add(self, change: Change) -> None:
-        """Number a change, and remember it. In the thread of the cache."""
+        """Number a change, and remember it."""
         with self._lock:
             self._changes.append(tuple(change))
             self.number += 1
-        if self.on_change is not None and not self._is_told:
+        notify = self.on_change
+        if notify is not None and not self._is_told:
             self._is_told = True
-            self.on_change()
+            notify()
 
     def since(self, number: int) -> list[Change] | None:
         """The changes after that of a number; None: some of them are not remembered, and a snapshot is needed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from hybrid.events.change import CHECKPOINT, DEVICE, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
+from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
 from hybrid.events.wire import WireError
 
 PAGES_GROUP, STATES_GROUP = 0, 1
@@ -27,8 +27,8 @@ KINDS = {
 }
 """What blocks are, by kinds of groups. Of windows nothing is read. Without kinds, group 0 has pages."""
 
-MEDIA = {DEVICE: "GPU", HOST: "CPU"}
-TIERS = {"GPU": DEVICE, "CPU": HOST, "CPU_TIER1": HOST, None: DEVICE}
+MEDIA = {DEVICE: "GPU", HOST: "CPU", DISK: "STORAGE"}
+TIERS = {"GPU": DEVICE, "CPU": HOST, "CPU_TIER1": HOST, "STORAGE": DISK, "DISK": DISK, None: DEVICE}
 
 _Place = tuple[int | None, str]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid.events.change import DEVICE, EVERYTHING, PAGES, STORE, Change
+from hybrid.events.change import DEVICE, DISK, EVERYTHING, PAGES, STORE, Change
 
 FEW = 24
 """Members of a set that are taken one by one; more are unpacked together."""
@@ -35,11 +35,13 @@ class Coverage(NamedTuple):
         pages: whose pages it has, `[width]`.
         checkpoints: up to its deepest checkpoint, `[width]`.
         copies: up to the deepest checkpoint of which it has a copy in host memory, `[width]`; None: there are none.
+        on_disk: the same on its disk.
     """
 
     pages: Depths
     checkpoints: Depths
     copies: Depths | None
+    on_disk: Depths | None = None
 
 
 class Stored(NamedTuple):
@@ -73,6 +75,7 @@ class Index:
         self._pages: Sets = {}
         self._checkpoints: Sets = {}
         self._copies: Sets = {}
+        self._on_disk: Sets = {}
         self._stored: dict[bytes, Stored] = {}  # the replica that put them there may be gone
 
     def __len__(self) -> int:
@@ -100,7 +103,7 @@ class Index:
             elif change.kind == PAGES:
                 continue  # a copy of a checkpoint is restored with its pages, or not at all
             else:
-                sets = self._copies
+                sets = self._on_disk if change.tier == DISK else self._copies
             known, then = -1, -1  # neighbours most often have equal sets, which are one object
             for name in change.each_name:
                 now = sets.get(name, 0)
@@ -129,7 +132,7 @@ class Index:
     def forget(self, replica: int) -> None:
         """Forget all that a replica has: it ended, or is read anew. Looks at every digest."""
         others = ~(1 << replica)
-        for sets in (self._pages, self._checkpoints, self._copies):
+        for sets in (self._pages, self._checkpoints, self._copies, self._on_disk):
             changed = {name: found & others for name, found in sets.items() if found & ~others}
             for name, left in changed.items():
                 if left:
@@ -145,8 +148,9 @@ class Index:
         """
         pages = self._pages
         known = bisect_left(names, True, key=lambda name: name not in pages)  # who has a page has those before it
-        copies = self._deepest(self._copies, names) if self._copies else None
-        return Coverage(self._deepest_pages(names, known), self._deepest(self._checkpoints, names[:known]), copies)
+        copies, on_disk = (self._deepest(sets, names) if sets else None for sets in (self._copies, self._on_disk))
+        checkpoints = self._deepest(self._checkpoints, names[:known])
+        return Coverage(self._deepest_pages(names, known), checkpoints, copies, on_disk)
 
     def _deepest_pages(self, names: Sequence[bytes], known: int) -> Depths:
         """The depths of pages: sets grow towards the beginning. Each change of them is looked for in growing steps,

@@ -25,7 +25,7 @@ class Weights:
         even: the same, in parts of the mean queue.
         lately: seconds in which what was given to a replica counts less by a factor of e.
         idle: seconds after which a session counts as ended.
-        host: cost of a token that is restored from host memory.
+        host, disk: cost of a token that is restored from host memory, or from a disk.
     """
 
     pages: float = 0.5
@@ -39,6 +39,7 @@ class Weights:
     lately: float = 120.0
     idle: float = 180.0
     host: float = 0.05
+    disk: float = 0.3
 
 
 class Loads(NamedTuple):
@@ -69,6 +70,8 @@ def costs(weights: Weights, num_tokens: int, found: Coverage, loads: Loads, home
     usable = found.checkpoints
     if found.copies is not None:
         usable = np.maximum(usable, found.copies * (1 - weights.host))
+    if found.on_disk is not None:
+        usable = np.maximum(usable, found.on_disk * (1 - weights.disk))
     ahead = found.pages - usable
     np.maximum(ahead, 0.0, out=ahead)
     cost: Depths = num_tokens - usable - weights.pages * ahead

@@ -12,7 +12,7 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ from hybrid.tiers.tier import (
     Name,
     Note,
     Offer,
+    OnChange,
     Reading,
     ReadyReading,
     UnavailableError,
@@ -169,6 +170,7 @@ class Holdings:
         foreign: why checkpoints cannot be used, of those of another model or version.
         waiting: copies that wait for the writer.
         refs: the pages that checkpoints need, those too that wait.
+        on_change: see `DiskTier.on_change`.
     """
 
     def __init__(self, savings: Savings, cost: Cost) -> None:
@@ -180,12 +182,32 @@ class Holdings:
         self.foreign: dict[Name, str] = {}
         self.waiting: dict[Name, PendingCopy] = {}
         self.refs: PageRefCounts = PageRefCounts()
+        self.on_change: OnChange | None = None
         self._values: dict[Name, float] = {}
         self._savings = savings
         self._cost = cost
 
     def __contains__(self, name: object) -> bool:
         return name in self.places or name in self.waiting
+
+    def checkpoints(self) -> Iterator[tuple[bytes, Note | None, int]]:
+        """The names of checkpoints, their notes, and the bytes of their contents."""
+        for (kind, name), place in self.places.items():
+            if kind == CHECKPOINT:
+                yield name, place.note, place.span.num_bytes
+        for (kind, name), pending in self.waiting.items():
+            if kind == CHECKPOINT and (kind, name) not in self.places:
+                yield name, pending.note, len(pending.copy)
+
+    def _tell(self, born: bool, name: Name, note: Note | None, num_bytes: int) -> None:
+        if self.on_change is not None and name[0] == CHECKPOINT:
+            self.on_change(born, name[1], note, num_bytes)
+
+    def wait(self, name: Name, pending: PendingCopy) -> None:
+        """A copy waits for the writer."""
+        if name not in self:
+            self._tell(True, name, pending.note, len(pending.copy))
+        self.waiting[name] = pending
 
     def value(self, name: Name) -> float:
         """The value of a copy: see `Savings.value`."""
@@ -201,6 +223,8 @@ class Holdings:
             self.foreign.update(foreign)
             for name, place in copies:
                 if name not in self.places:
+                    if name not in self.waiting:
+                        self._tell(True, name, place.note, place.span.num_bytes)
                     self.places[name] = place
                     self.num_checkpoints += name[0] == CHECKPOINT
                     held.names.add(name)
@@ -246,7 +270,7 @@ class Holdings:
         """A copy does not wait any more: it was written, or is not kept."""
         if self.waiting.get(name) is pending:
             del self.waiting[name]
-            self._lost(name)
+            self._lost(name, pending.note)
 
     def remove(self, segment: int) -> str | None:
         """Forget a segment. Returns its file; None: it is not known."""
@@ -256,29 +280,41 @@ class Holdings:
         self.order.discard(segment)
         self.bytes_used -= held.num_bytes
         for name in held.names:
-            del self.places[name]
+            place = self.places.pop(name)
             self.num_checkpoints -= name[0] == CHECKPOINT
-            self._lost(name)
+            self._lost(name, place.note)
         return held.file
 
     def forget(self, name: Name) -> None:
         """Forget one copy. Its segment stays."""
-        self.segments[self.places.pop(name).segment].names.remove(name)
+        place = self.places.pop(name)
+        self.segments[place.segment].names.remove(name)
         self.num_checkpoints -= name[0] == CHECKPOINT
-        self._lost(name)
+        self._lost(name, place.note)
 
-    def _lost(self, name: Name) -> None:
-        if name[0] == CHECKPOINT and name not in self and self.refs.has_checkpoint(name[1]):
+    def _lost(self, name: Name, note: Note | None) -> None:
+        if name in self:
+            return
+        self._tell(False, name, note, 0)
+        if name[0] == CHECKPOINT and self.refs.has_checkpoint(name[1]):
             self._values.pop(name, None)
             for page, _ in self.refs.remove(name[1]):
                 self._values.pop((PAGE, page), None)
 
-    def take_waiting(self, former: Holdings) -> None:
-        """Take over what waits for the writer from another, whose place this one takes."""
+    def replace(self, former: Holdings) -> None:
+        """Take the place of another, and what waits for the writer there."""
         for name, pending in former.waiting.items():
             self.waiting[name] = pending
             if pending.note is not None and not self.refs.has_checkpoint(name[1]):
                 self.count(name[1], pending.note, former.refs.upward(name[1]))
+        if former.on_change is not None:
+            for own, note, _ in former.checkpoints():
+                if (CHECKPOINT, own) not in self:
+                    former.on_change(False, own, note, 0)
+            for own, note, num_bytes in self.checkpoints():
+                if (CHECKPOINT, own) not in former:
+                    former.on_change(True, own, note, num_bytes)
+        self.on_change, former.on_change = former.on_change, None
 
     def violations(self) -> list[str]:
         """Return what is wrong with its bookkeeping, for the audit."""
@@ -386,6 +422,30 @@ class DiskTier:
             return len(self._holdings.places) - self._holdings.num_checkpoints + waiting
 
     @property
+    def on_change(self) -> OnChange | None:
+        """Called with each checkpoint of which there is a copy from now on (True), or none any more, and its note; in
+        the thread of the cache, and in the writer's. Must not raise, and must not call the tier."""
+        return self._holdings.on_change
+
+    @on_change.setter
+    def on_change(self, function: OnChange | None) -> None:
+        with self._lock:
+            self._holdings.on_change = function
+
+    def checkpoints(self) -> list[tuple[bytes, Note | None, int]]:
+        """The names of copies of checkpoints, their notes, and the bytes of their contents."""
+        with self._lock:
+            return [*self._holdings.checkpoints()]
+
+    def tell_all(self) -> None:
+        """Call `on_change` with each checkpoint of which there is a copy."""
+        with self._lock:
+            notify = self._holdings.on_change
+            if notify is not None:
+                for name, note, num_bytes in self._holdings.checkpoints():
+                    notify(True, name, note, num_bytes)
+
+    @property
     def is_empty(self) -> bool:
         """See `Tier.is_empty`."""
         held = self._holdings
@@ -439,7 +499,7 @@ class DiskTier:
             elif path := [*islice(offer.path, 1)]:
                 above = path[0]
                 self._holdings.extend(offer.name[1], path)
-            self._holdings.waiting[offer.name] = PendingCopy(copy, offer.note, above)
+            self._holdings.wait(offer.name, PendingCopy(copy, offer.note, above))
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
@@ -647,7 +707,7 @@ class DiskTier:
             folder.close()
             raise
         with self._lock:
-            holdings.take_waiting(self._holdings)
+            holdings.replace(self._holdings)
             self._holdings, self._folder = holdings, folder
         self.report = folder.report
         for line in self.report:
@@ -668,7 +728,7 @@ class DiskTier:
         with self._lock:
             folder, self._folder = self._folder, None
             former, self._holdings = self._holdings, Holdings(self._savings, self.cost)
-            self._holdings.take_waiting(former)
+            self._holdings.replace(former)
         if folder is not None:
             with suppress(*RECOVERABLE):
                 self._teach(folder)

@@ -26,6 +26,7 @@ from hybrid.tiers.tier import (
     Name,
     Note,
     Offer,
+    OnChange,
     ReadyReading,
     UnavailableError,
     checksum_of,
@@ -65,10 +66,6 @@ class Dropped(NamedTuple):
     copy: HeldCopy
     path: tuple[bytes, ...]
     note: Note | None = None
-
-
-OnChange = Callable[[bool, bytes, Note | None, int], None]
-"""Sees a copy of a checkpoint come or go: whether it comes, its name, its note, and the bytes of its contents."""
 
 
 class HostTier:

@@ -114,6 +114,10 @@ class Note:
     ids: bytes = b""
 
 
+OnChange = Callable[[bool, bytes, Note | None, int], None]
+"""Sees a copy of a checkpoint come or go: whether it comes, its name, its note, and the bytes of its contents."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A copy that leaves another place, as offered to a tier.

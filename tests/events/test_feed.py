@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, CacheMemory, HybridCache, Key, OwnershipError
 from hybrid.events import Change, Feed
-from hybrid.events.change import EVERYTHING, HOST
+from hybrid.events.change import DISK, EVERYTHING, HOST
 from hybrid.tiers.tier import chain
 from hybrid.tree.node import Kind
 from support.caches import Contents
@@ -134,6 +136,83 @@ def test_copies_in_host_memory_come_and_go_by_their_names() -> None:
     assert came > 30 and went > 30
     feed.close()
     assert cache.tiers.host.on_change is None
+
+
+def disk_cache(path: Path, size: int, host: int | None = None) -> HybridCache:
+    config = CacheConfig(page_size=PAGE, chunk_size=PAGE, host=host, disk=size, directory=path, eviction="lru")
+    cache = HybridCache(CacheMemory.of_bytes(2000, 16, 64, mover=Contents()), config, model="random numbers")
+    cache.note_pass(10, 1.0)  # computing is slow: copies are worth it
+    return cache
+
+
+def on_disk(cache: HybridCache) -> set[bytes]:
+    """Names of the checkpoints that the disk of a cache has."""
+    assert cache.tiers is not None and cache.tiers.disk is not None
+    return {name for name, _, _ in cache.tiers.disk.checkpoints() if ("checkpoint", name) in cache.tiers.disk}
+
+
+@pytest.mark.parametrize("host", [None, 300])
+def test_copies_on_disk_come_and_go_by_their_names_as_those_of_host_memory_do(tmp_path: Path, host: int | None) -> None:
+    rng = random.Random(6)
+    cache = disk_cache(tmp_path, 60_000, host)
+    assert cache.tiers is not None and cache.tiers.disk is not None
+    paths = [[rng.randrange(9) for _ in range(4 * PAGE + 1)] for _ in range(60)]
+    feed, tiers = cache.subscribe(), set()
+    there: dict[bytes, int] = {}
+    number = came = went = 0
+    for step in range(400):
+        serve(cache, rng.choice(paths))
+        if step == 300:
+            cache.clear()
+        if step == 350:
+            cache.reset()
+        if step % 10:
+            continue
+        cache.tiers.disk.flush()  # what the writer's thread drops is told by it
+        changes = feed.since(number)
+        assert changes is not None
+        number += len(changes)
+        for change in changes:
+            tiers.add(change.tier)
+            if change.kind == EVERYTHING:
+                there.clear()
+            if change.tier != DISK:
+                continue
+            assert change.kind == "checkpoint" and change.num_tokens == 4 * PAGE
+            if change.born:
+                assert change.names not in there
+                there[change.names] = change.num_bytes
+            else:
+                del there[change.names]
+            came, went = came + change.born, went + (not change.born)
+        assert there.keys() == on_disk(cache)
+        assert there == {one.names: one.num_bytes for one in feed.snapshot().changes if one.tier == DISK}
+    assert came > 30 and went > 30
+    assert tiers == {"device", DISK} | ({HOST} if host else set())
+    feed.close()
+    assert cache.tiers.disk.on_change is None
+    cache.tiers.disk.close()
+
+
+def test_what_another_process_writes_to_the_disk_is_born_here_and_what_is_dropped_dies(tmp_path: Path) -> None:
+    cache, other = disk_cache(tmp_path, 1 << 20), disk_cache(tmp_path, 1 << 20)
+    assert cache.tiers is not None and cache.tiers.disk is not None
+    assert other.tiers is not None and other.tiers.disk is not None
+    feed = cache.subscribe()
+    for at in range(40):
+        serve(other, [at] * (4 * PAGE + 1))
+    assert other.tiers.disk.flush()
+    written = on_disk(other)
+    assert len(written) > 10
+    deadline = time.monotonic() + 60.0
+    while on_disk(cache) != written and time.monotonic() < deadline:
+        time.sleep(0.05)  # it looks every few seconds
+    assert {one.names for one in feed.since(0) or () if one.tier == DISK and one.born} == written
+    number = feed.number
+    cache.tiers.drop([("checkpoint", name) for name in written])
+    assert {one.names for one in feed.since(number) or () if one.tier == DISK and not one.born} == written
+    other.tiers.disk.close()
+    cache.tiers.disk.close()
 
 
 def test_a_reader_that_is_too_far_behind_gets_none_and_one_that_is_up_to_date_nothing() -> None:

@@ -37,8 +37,12 @@ def test_what_we_send_is_read_back_the_same() -> None:
         Change(True, "pages", b"".join(NAMES[:2]), 8, parent=of_namespace(""), ids=Key.of(IDS[:8]).ids),
         Change(True, "checkpoint", NAMES[1], 8),
         Change(True, "pages", NAMES[2], 12, parent=NAMES[1], ids=Key.of(IDS[8:]).ids),
+        Change(True, "checkpoint", NAMES[1], 8, "host"),
+        Change(True, "checkpoint", NAMES[1], 8, "disk"),
         Change(False, "checkpoint", NAMES[1], 8),
+        Change(False, "checkpoint", NAMES[1], 8, "host"),
         Change(False, "pages", NAMES[2], 12),
+        Change(False, "checkpoint", NAMES[1], 8, "disk"),
         Change(False, "everything", b"", 0),
     ]
     content = encode(changes, PAGE, of_namespace(""))
@@ -139,10 +143,12 @@ def test_vllm_itself_reads_what_we_send() -> None:
     changes = [
         Change(True, "pages", b"".join(NAMES[:2]), 8, parent=of_namespace(""), ids=Key.of(IDS[:8]).ids),
         Change(True, "checkpoint", NAMES[1], 8),
+        Change(True, "checkpoint", NAMES[1], 8, "disk"),
         Change(False, "pages", NAMES[1], 8),
     ]
     read = msgspec.msgpack.decode(encode(changes, PAGE, of_namespace("")), type=events.KVEventBatch)
-    assert [type(one).__name__ for one in read.events] == ["BlockStored", "BlockStored", "BlockRemoved"]
-    assert [one.group_idx for one in read.events] == [0, 1, 0]
+    assert [type(one).__name__ for one in read.events] == ["BlockStored", "BlockStored", "BlockStored", "BlockRemoved"]
+    assert [one.group_idx for one in read.events] == [0, 1, 1, 0]
+    assert [one.medium for one in read.events] == [events.MEDIUM_GPU, events.MEDIUM_GPU, "STORAGE", events.MEDIUM_GPU]
     sent = msgspec.msgpack.encode(read)
-    assert [one.kind for one in reader().read(sent)] == ["pages", "checkpoint", "pages"]
+    assert [one.kind for one in reader().read(sent)] == ["pages", "checkpoint", "checkpoint", "pages"]

@@ -77,6 +77,20 @@ def test_copies_in_host_memory_are_told_apart() -> None:
     assert (found.copies[0], found.copies[1], found.checkpoints[1], found.pages[1]) == (0, 12, 0, 0)
 
 
+def test_copies_on_disk_are_told_apart_from_those_in_host_memory_and_forgotten_with_their_replica() -> None:
+    index, path = Index(PAGE), names_of(1, 2, 3)
+    index.apply(0, [checkpoint(path[:2], tier="host"), checkpoint(path, tier="disk")])
+    index.apply(1, [checkpoint(path[:1], tier="disk"), checkpoint(path[:2], False, tier="host")])
+    found = index.find(path)
+    assert found.copies is not None and found.on_disk is not None
+    assert [*found.copies[:2], *found.on_disk[:2], *found.checkpoints[:2]] == [8, 0, 12, 4, 0, 0]
+    index.apply(0, [checkpoint(path, False, tier="disk")])
+    found = index.find(path)
+    assert found.on_disk is not None and [*found.on_disk[:2]] == [0, 4]
+    index.forget(1)
+    assert index.find(path).on_disk is None
+
+
 def test_it_grows_with_the_numbers_of_replicas_and_keeps_what_it_knows() -> None:
     index, path = Index(PAGE), names_of(1, 2)
     index.apply(3, [pages(path)])

@@ -40,6 +40,32 @@ def test_a_session_goes_home_and_what_is_promised_is_there() -> None:
         run(router, following, *range(1, turn))
 
 
+@pytest.mark.parametrize(
+    ("better", "worse"), [("device", "host"), ("host", "disk"), ("disk", "nothing"), ("device", "disk")]
+)
+def test_what_a_tier_takes_to_restore_counts(better: str, worse: str) -> None:
+    names, num_tokens = prompt(*range(8))
+    for chosen in (0, 1):
+        router = router_of(2)
+        for replica, tier in ((chosen, better), (1 - chosen, worse)):
+            if tier == "device":
+                router.apply(replica, [pages(names), checkpoint(names)])
+            elif tier != "nothing":
+                router.apply(replica, [checkpoint(names, tier=tier)])
+        reservation = router.choose(names, num_tokens, now=0.0)
+        assert reservation.replica == chosen
+        assert reservation.promised == (len(names) * PAGE if better == "device" else 0)  # copies are not promised
+
+
+def test_a_longer_copy_on_a_disk_is_worth_more_than_a_short_prefix_on_a_device() -> None:
+    names, num_tokens = prompt(*range(8))
+    for depth, chosen in ((2, 1), (7, 0)):
+        router = router_of(2)
+        router.apply(0, [pages(names[:depth]), checkpoint(names[:depth])])
+        router.apply(1, [checkpoint(names, tier="disk")])
+        assert router.choose(names, num_tokens, now=0.0).replica == chosen
+
+
 def test_new_sessions_are_spread_by_the_memory_that_they_take() -> None:
     router = router_of(4)
     chosen = [router.choose(*prompt(*[at] * 50), now=0.0, session=str(at)) for at in range(8)]
