@@ -21,13 +21,10 @@ from hybrid.events.feed import FeedSnapshot
 from hybrid.events.sockets import Publisher, new_address
 from hybrid.fleet.exchange import Exchange
 from hybrid.fleet.settings import FleetSettings
-from hybrid.fleet.state import Promise
+from hybrid.fleet.state import HOLD_SECONDS, Promise
 from hybrid.prompts.encode import Prompt
 from hybrid.serve.async_engine import AsyncEngine
 from hybrid.tiers.remote import open_store
-
-HOLD_SECONDS = 60.0
-"""Seconds for which a request that waits keeps what was promised to it from eviction, at most."""
 
 
 class Replica:

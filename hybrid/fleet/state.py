@@ -23,6 +23,10 @@ BROKEN = 3
 its events is believed any more."""
 
 
+HOLD_SECONDS = 60.0
+"""Seconds for which a request that waits keeps what was promised to it from eviction, at most."""
+
+
 class Route(NamedTuple):
     """What the choice of a replica needs of a request. It does not leave the process.
 

@@ -14,7 +14,7 @@ import ray
 from hybrid.events.feed import FeedSnapshot
 from hybrid.events.sockets import Publisher, new_address
 from hybrid.events.vllm_feed import VllmFeed
-from hybrid.fleet.state import Promise
+from hybrid.fleet.state import HOLD_SECONDS, Promise
 from hybrid.tiers.tier import following, of_namespace
 
 
@@ -123,7 +123,9 @@ class VllmReplica:
         engine, prompt = await self._begin(), {"prompt_token_ids": prompt_token_ids}
         if more.get("cache_salt"):
             prompt["cache_salt"] = more["cache_salt"]
-        async for output in engine.generate(prompt, SamplingParams(**params), f"request-{next(self._count)}"):
+        own = {"hybrid_hold": HOLD_SECONDS, **(params.get("extra_args") or {})}  # for our scheduler; vLLM's has no pins
+        sampling = SamplingParams(**{**params, "extra_args": own})
+        async for output in engine.generate(prompt, sampling, f"request-{next(self._count)}"):
             answer = output.outputs[0]
             yield {
                 "token_ids": [*answer.token_ids],

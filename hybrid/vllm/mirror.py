@@ -46,7 +46,7 @@ MAX_WARNINGS = 20
 """Lines about options of requests that are wrong."""
 
 MAX_PINNED = 0.5
-"""The part of the blocks that pins may protect."""
+"""The part of the blocks that pins and holds may protect."""
 
 
 class Visit:
@@ -113,6 +113,7 @@ class Mirror:
     Attributes:
         tree: the tree. A block is one page of `WORDS` ids.
         pins: states that are not evicted.
+        holds: the states from which requests start that wait and asked for that.
         counts: what was seen and done.
         failure: what has raised, and put vLLM's own order back; None: nothing has.
     """
@@ -162,6 +163,7 @@ class Mirror:
         )
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)
+        self.holds: NamedPins = NamedPins(self.tree)
         self._shadow = VllmBlocks(
             len(self._pages),
             len(self._states),
@@ -301,7 +303,25 @@ class Mirror:
         """Blocks of a request that have a hash, of pages and of states."""
         return self._pages[0].num_cached_block.get(rid, 0), self._states[0].num_cached_block.get(rid, 0)
 
+    def came(self, request: Any) -> None:
+        """A request has come, and waits."""
+        if self.failure is None:
+            try:
+                if self._manager.prefix_cache_lookup_enabled(request):
+                    self.hold(request)
+            except Exception as error:
+                self._fail(error, [])
+
     # What the tree does about it
+
+    def hold(self, request: Any) -> None:
+        """Keep what is cached of a request that asks for it until it has room, unless too much is kept already."""
+        visit = self._visit(request)
+        self.holds.expire()
+        if visit.options.hold:
+            node = self.tree.peek(visit.key, self._limit(request)).checkpoint
+            if node is not None and self._may_pin(node):
+                self.holds.put(request.request_id, node, visit.options.hold)
 
     def looked_up(self, request: Any, num_tokens: int, boundary: int) -> int:
         """A request was looked up. Counts as a use, once per request: vLLM looks for it again as long as it waits.
@@ -370,6 +390,7 @@ class Mirror:
         if not has_room:
             self._unlock(visit)
             return
+        self.holds.remove(request.request_id)
         self._begin_shadow(request, visit)
         if visit.is_first and visit.found is not None:
             visit.is_first = False
@@ -458,15 +479,20 @@ class Mirror:
 
     def _pin(self, rid: str, options: RequestOptions, node: Node) -> None:
         """Pin a state, as far as not too much is pinned."""
-        locks = self.tree.locks
-        pinned = locks.num_pinned_pages * len(self._pages) + locks.num_pinned_checkpoints * len(self._states)
-        if pinned + node.end // WORDS * len(self._pages) > MAX_PINNED * self._pool.num_gpu_blocks:
+        if not self._may_pin(node):
             self.counts.ended_pins += 1
             self.pins.remove_next_to_expire()
         self.pins.put(options.key or rid, node, options.pin or 0.0)
 
+    def _may_pin(self, node: Node) -> bool:
+        """Tell whether a pin of a state would leave enough that is not pinned."""
+        locks = self.tree.locks
+        pinned = locks.num_pinned_pages * len(self._pages) + locks.num_pinned_checkpoints * len(self._states)
+        return pinned + node.end // WORDS * len(self._pages) <= MAX_PINNED * self._pool.num_gpu_blocks
+
     def left(self, request: Any) -> None:
         """A request gives its blocks back: it has ended, or waits again."""
+        self.holds.remove(request.request_id)
         visit = self._requests.pop(request.request_id, None)
         if visit is not None:
             self._unlock(visit)
@@ -494,7 +520,7 @@ class Mirror:
         if not released.pages and not released.slots:
             self._give_up()
             released = self.tree.evict_one(num_pages)
-        while not released.pages and not released.slots and self.pins.remove_next_to_expire():
+        while not released.pages and not released.slots and self._end_a_pin():
             self.counts.ended_pins += 1
             released = self.tree.evict_one(num_pages)
         owned, let_go, forget = self._owned, self._queue.let_go, self._pool._maybe_evict_cached_block
@@ -506,6 +532,9 @@ class Mirror:
                 forget(block)
                 let_go(block)
         return found
+
+    def _end_a_pin(self) -> bool:
+        return self.holds.remove_next_to_expire() or self.pins.remove_next_to_expire()
 
     def _give_up(self) -> None:
         """Give up locks that protect free blocks. A request may have computed pages again that the tree has, in blocks

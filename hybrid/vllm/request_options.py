@@ -15,7 +15,7 @@ MAX_PIN = 7 * 86400.0
 
 PREFIX = "hybrid_"
 
-KNOWN = ("hybrid_pin", "hybrid_key", "hybrid_priority")
+KNOWN = ("hybrid_pin", "hybrid_key", "hybrid_priority", "hybrid_hold")
 
 
 class RequestOptions(NamedTuple):
@@ -25,11 +25,14 @@ class RequestOptions(NamedTuple):
         pin: seconds for which its last state is not evicted; 0: ends the pin of that key; None: nothing is pinned.
         key: name of the pin. A later one of the same name takes its place; "": the request's own.
         priority: each step makes its states worth twice as much, up to `MAX_PRIORITY`.
+        hold: seconds for which what is cached of it when it comes is not evicted while it waits, at most; None: it is
+            evicted as if it had not come.
     """
 
     pin: float | None = None
     key: str = ""
     priority: int = 0
+    hold: float | None = None
 
 
 PLAIN = RequestOptions()
@@ -49,10 +52,13 @@ def options_of(request: Any) -> RequestOptions:
     if unknown:
         raise ArgumentError(f"extra_args has {shown(unknown[0])}, which is not known; known are {', '.join(KNOWN)}")
     pin, key, priority = given.get("hybrid_pin"), given.get("hybrid_key", ""), given.get("hybrid_priority", 0)
-    if pin is not None and (isinstance(pin, bool) or not isinstance(pin, int | float) or not 0 <= pin <= MAX_PIN):
-        raise ArgumentError(f"extra_args: hybrid_pin must be seconds from 0 to {MAX_PIN:.0f}, got {shown(pin)}")
+    hold = given.get("hybrid_hold")
+    for name, seconds in (("hybrid_pin", pin), ("hybrid_hold", hold)):
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 <= seconds <= MAX_PIN):
+            raise ArgumentError(f"extra_args: {name} must be seconds from 0 to {MAX_PIN:.0f}, got {shown(seconds)}")
     if not isinstance(key, str):
         raise ArgumentError(f"extra_args: hybrid_key must be a text, got {shown(key)}")
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= MAX_PRIORITY:
         raise ArgumentError(f"extra_args: hybrid_priority must be 0 to {MAX_PRIORITY}, got {shown(priority)}")
-    return RequestOptions(pin, key, priority)
+    return RequestOptions(pin, key, priority, hold)

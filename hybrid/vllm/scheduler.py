@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.envs import VLLM_LOG_STATS_INTERVAL
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -38,6 +40,20 @@ class Scheduler(AsyncScheduler):
             model = self.vllm_config.model_config.served_model_name
             engine = self.vllm_config.parallel_config.data_parallel_index
             self._report = StatsReporter(self.mirror.stats, logger.info, str(model), engine, VLLM_LOG_STATS_INTERVAL)
+
+    def add_request(self, request: Any) -> None:
+        """Take a request, and keep what is cached of it while it waits, where it asks for that."""
+        super().add_request(request)
+        if self.mirror is not None:
+            self.mirror.came(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step, and publish what it takes and evicts: vLLM says so when it is computed, and a router that
+        chooses meanwhile counts on what is gone."""
+        scheduled = super().schedule(*args, **kwargs)
+        if self.mirror is not None and (events := self.kv_cache_manager.take_events()):
+            self.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+        return scheduled
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Show what the mirror has done, when vLLM shows what it has done itself."""

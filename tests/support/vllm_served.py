@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from hybrid.doctor import installed_vllm
 from hybrid.vllm.mirror import Mirror
-from hybrid.vllm.scheduler import mirror_of
+from hybrid.vllm.scheduler import Scheduler, mirror_of
 
 BLOCK = 528
 CHUNK = 8192
@@ -59,7 +59,7 @@ class Served:
     Args:
         memory: bytes of the pool.
         options: of the plugin; None: vLLM as it is.
-        at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`.
+        at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`, or ours.
         token_by_token: a step gives one token of an answer; otherwise, where requests run one by one, whole blocks of
             it, which is faster.
         states_within: a pass gives the state at the prompt's last block too, as kernels for Mamba-2 do on a GPU.
@@ -90,7 +90,9 @@ class Served:
         config = configuration(self.num_blocks, chunk, 64, options or {})
         settings(config)
         self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, hashing.sha256)
-        made = AsyncScheduler if at_once else PlainScheduler
+        made: Any = PlainScheduler
+        if at_once:
+            made = AsyncScheduler if options is None else Scheduler
         self.scheduler: Any = made(
             vllm_config=config,
             kv_cache_config=layout,
@@ -102,7 +104,8 @@ class Served:
         manager = self.scheduler.kv_cache_manager
         self.mirror: Mirror | None = None
         if options is not None:
-            self.mirror = mirror_of(manager, config, lambda: self.scheduler.waiting)
+            mirror = self.scheduler.mirror if at_once else mirror_of(manager, config, lambda: self.scheduler.waiting)
+            self.mirror = mirror
         self._answers: dict[str, list[int]] = {}
         self.passes = self.prompt_tokens = self.hit_tokens = self.preemptions = 0
 
@@ -111,9 +114,15 @@ class Served:
         """Blocks that are not free, when nothing runs."""
         return self.num_blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int], priority: int = 0) -> Request:
-        """A request that waits."""
-        params = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True, temperature=0.0)
+    def add(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        priority: int = 0,
+        options: dict[str, Any] | None = None,
+    ) -> Request:
+        """A request that waits. `options`: of the plugin."""
+        params = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True, temperature=0.0, extra_args=options)
         name = str(len(self._answers))
         request = Request(name, [*prompt], params, None, block_hasher=self._hasher, priority=priority)
         self._answers[request.request_id] = [*answer] or [7]

@@ -134,6 +134,49 @@ def test_priorities_parts_of_prompts_and_events_are_vllms() -> None:
     assert removed > 100
 
 
+def test_what_a_step_takes_and_evicts_is_published_before_it_is_computed() -> None:
+    def settings(config: SimpleNamespace) -> None:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+    served = Served(60 * BLOCK_BYTES, {}, at_once=True, chunk=4096, settings=settings)
+    scheduler, known, removed, wrong = served.scheduler, 0, 0, []
+
+    def publish(batch: Any) -> None:
+        nonlocal known, removed
+        for event in batch.events:
+            known += len(event.block_hashes) * (1 if isinstance(event, BlockStored) else -1)
+            removed += isinstance(event, BlockRemoved)
+
+    def look(schedule: Any = scheduler.schedule) -> Any:
+        planned = schedule()
+        cached = sum(block.block_hash is not None for block in scheduler.kv_cache_manager.block_pool.blocks)
+        wrong.extend([cached - known] if cached != known else [])
+        return planned
+
+    scheduler.kv_event_publisher.publish = publish
+    scheduler.schedule = look
+    served.serve(conversations(11, 60), 4)
+    sound(served)
+    assert removed > 50
+    assert not wrong
+
+
+def test_a_request_that_waits_keeps_what_was_cached_of_it_when_it_came() -> None:
+    hits = []
+    for options in (None, {"hybrid_hold": 60.0}):
+        draw = random.Random(12)
+        first, second, long = ([draw.randrange(3, 30_000) for _ in range(n * BLOCK + 9)] for n in (4, 4, 16))
+        served = Served(24 * BLOCK_BYTES, {"policy": "lru", "answers": False}, at_once=True, chunk=4096)
+        served.serve([(first, [7]), (second, [7])])
+        served.add(long, [7])
+        stats = served.add(first, [7], options=options).prefill_stats
+        while served.step():
+            pass
+        sound(served)
+        hits.append(stats.num_cached_tokens)
+    assert hits[0] < hits[1] == 4 * BLOCK
+
+
 def test_an_error_leaves_vllm_with_its_own_queue(caplog: pytest.LogCaptureFixture) -> None:
     served = Served(60 * BLOCK_BYTES, {}, at_once=True)
     mirror, given = served.mirror, conversations(5, 60)

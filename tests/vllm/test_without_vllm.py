@@ -252,6 +252,54 @@ def test_pins_give_way_before_a_request_has_no_room() -> None:
     assert beside.stats().ended_pins > 0
 
 
+def test_what_is_cached_of_a_request_is_kept_while_it_waits_where_it_asks_for_that() -> None:
+    for options, kept in (({}, 0), ({"hybrid_hold": 60}, 12)):
+        manager, beside = mirrored(48)
+        service = Service(manager)
+        service.serve([*range(13)])
+        waits = service.request([*range(13)], **options)
+        beside.came(waits)
+        for number in range(12):
+            service.serve([100 + 20 * number + at for at in range(20)])
+        assert service.start(waits) == kept
+        assert not len(beside.holds)
+        assert not beside.tree.locks.num_pinned_checkpoints
+        service.end(waits)
+        check(manager, beside)
+
+
+def test_a_request_that_ends_while_it_waits_and_one_that_waits_too_long_keep_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    manager, beside = mirrored(48)
+    service = Service(manager)
+    service.serve([*range(13)])
+    first, second = (service.request([*range(13)], hybrid_hold=30) for _ in range(2))
+    beside.came(first)
+    beside.came(second)
+    assert len(beside.holds) == 2
+    service.end(first)
+    assert len(beside.holds) == 1
+    now[0] = 31.0
+    beside.came(service.request([*range(40, 53)]))
+    assert not len(beside.holds)
+
+
+def test_half_of_the_blocks_is_kept_for_those_that_wait_and_gives_way_before_a_request_has_no_room() -> None:
+    manager, beside = mirrored(40)
+    service = Service(manager)
+    for number in range(6):
+        service.serve([50 * number + at for at in range(13)])
+        beside.came(service.request([50 * number + at for at in range(13)], hybrid_hold=60))
+    locks = beside.tree.locks
+    assert 0 < locks.num_pinned_pages + 3 * locks.num_pinned_checkpoints <= 0.5 * 40 + 3
+    assert service.serve([1000 + at for at in range(110)]) == 0
+    assert beside.stats().ended_pins > 0
+    check(manager, beside)
+
+
 def test_states_of_a_high_priority_stay_longer() -> None:
     kept = []
     for priority in (0, 8):
@@ -271,18 +319,19 @@ def test_wrong_options_of_a_request_are_warned_of_and_it_is_served(caplog: pytes
     for options, said in (
         ({"hybrid_pin": -1}, "hybrid_pin must be seconds from 0 to 604800, got -1"),
         ({"hybrid_pin": True}, "hybrid_pin must be seconds"),
+        ({"hybrid_hold": "long"}, "hybrid_hold must be seconds from 0 to 604800"),
         ({"hybrid_key": 3, "hybrid_pin": 5}, "hybrid_key must be a text, got 3"),
         ({"hybrid_priority": 99}, "hybrid_priority must be 0 to 16, got 99"),
-        ({"hybrid_pim": 5}, "hybrid_pim.*not known; known are hybrid_pin, hybrid_key, hybrid_priority"),
+        ({"hybrid_pim": 5}, "hybrid_pim.*not known; known are hybrid_pin, hybrid_key, hybrid_priority, hybrid_hold"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="vllm.hybrid"):
             assert service.serve([*range(13)], **options) is not None
         assert re.search(said, caplog.text)
-    assert beside.stats().bad_options == 5
+    assert beside.stats().bad_options == 6
     assert beside.stats().pins == 0
     service.serve([*range(13)], kv_transfer_params={})
-    assert beside.stats().bad_options == 5
+    assert beside.stats().bad_options == 6
 
 
 # What is shown
@@ -331,7 +380,7 @@ FILES = {module.__file__ for module in (mirror, stats, pins, visits, vllm_blocks
 
 UNGUARDED = {
     "_get_computed_blocks", "_allocate_slots", "_cache_blocks", "_cache_states", "_free", "_reset_prefix_cache",
-    "_fail", "<lambda>",
+    "came", "_fail", "<lambda>",
 }  # fmt: skip
 """What calls vLLM's own methods, and catches what all the others raise."""
 
@@ -342,7 +391,7 @@ def some_work(line: tuple[str, int] | None, policy: str = "lhd") -> tuple[Raises
     manager, beside = mirrored(44, policy=policy, waiting=lambda: waiting)
     service, raises = Service(manager), Raises(line)
     for number, prompt in enumerate(prompts(7, 24)):
-        options = {0: {"hybrid_pin": 60}, 1: {"hybrid_pin": -1}, 2: {"hybrid_pin": 0}}
+        options = {0: {"hybrid_pin": 60}, 1: {"hybrid_pin": -1}, 2: {"hybrid_pin": 0}, 3: {"hybrid_hold": 60}}
         waiting.append(service.request(prompt, **options.get(number % 5, {})))
     before = sys.gettrace()
     sys.settrace(raises)
@@ -353,6 +402,7 @@ def some_work(line: tuple[str, int] | None, policy: str = "lhd") -> tuple[Raises
                 while running:
                     service.end(running.pop())
                 assert manager.reset_prefix_cache()
+            beside.came(request)
             while service.start(request) is None:
                 service.end(running.pop(0))
             waiting.remove(request)
