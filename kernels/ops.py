@@ -325,7 +325,7 @@ batch_invariant_linear: Callable[..., Any] = _define("batch_invariant_linear")
 combine_experts: Callable[..., Any] = _define("combine_experts")
 copy_states: Callable[..., Any] = _define("copy_states")
 delta_gates: Callable[..., Any] = _define("delta_gates")
-expert_linear: Callable[..., Any] = _define("expert_linear")
+_expert_linear: Callable[..., Any] = _define("expert_linear")
 fill_in_tokens: Callable[..., Any] = _define("fill_in_tokens")
 gated_delta_step: Callable[..., Any] = _define("gated_delta_step")
 gated_rms_norm: Callable[..., Any] = _define("gated_rms_norm")
@@ -391,6 +391,30 @@ def linear(
         return batch_invariant_linear(x, weight, decode_start)
     y = torch.nn.functional.linear(x, weight.to(x.dtype))
     return y if scale is None else (y.float() * scale).to(x.dtype)
+
+
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    top_k: int,
+    num_prompt: int,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """`reference.expert_linear`.
+
+    Args:
+        scales: `[experts, ...]` of weights of four bits, scales and minimums of each (`hybrid.kernels.packed_weights`).
+    """
+    if scales is not None:
+        compiled: Any = compiled_for("experts", x)
+        if compiled is not None:
+            y: Tensor = compiled.expert_linear(x, weight, order, ends, top_k, num_prompt, scales)
+            return y
+        weight = unpack(weight, scales, x.shape[1]).to(x.dtype)
+    product: Tensor = _expert_linear(x, weight, order, ends, top_k, num_prompt)
+    return product
 
 
 def _linear_of_packed(x: Tensor, weight: Tensor, decode_start: int | None, scales: Tensor) -> Tensor:

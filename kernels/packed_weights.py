@@ -95,11 +95,11 @@ def pack(q: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, scales: Tensor, inputs: int) -> Tensor:
-    """The numbers of rows, `[out, inputs]` fp32."""
-    outputs, blocks, groups, _ = scales.shape
-    pairs = packed.view(outputs, blocks, LANES, 2)
+    """The numbers of rows, `[..., out, inputs]` fp32: of one weight or of several."""
+    *weights, blocks, groups, _ = scales.shape
+    pairs = packed.view(-1, blocks, LANES, 2)
     low, high = pairs[..., 0], pairs[..., 1]
     q = torch.stack((low & HIGHEST, low >> 4, high & HIGHEST, high >> 4), dim=2)
     scale, minimum = scales.float().unsqueeze(-2).unbind(-1)
-    numbers = q.view(outputs, blocks, groups, BLOCK // groups).float() * scale + minimum
-    return numbers.view(outputs, -1)[:, :inputs]
+    numbers = q.view(*weights, blocks, groups, BLOCK // groups).float() * scale + minimum
+    return numbers.view(*weights, -1)[..., :inputs]

@@ -138,7 +138,7 @@ class GGUFTensor(RestoredTensor):
     @property
     def form(self) -> Quantization | None:
         """The form of four bits that keeps its numbers exactly."""
-        is_kept = self.kind.name in FOUR_BITS and len(self.shape) == 2 and self.change is None
+        is_kept = self.kind.name in FOUR_BITS and len(self.shape) > 1 and self.change is None
         return Quantization(32, torch.float32) if is_kept and self._groups() is not None else None
 
     def rows(self, begin: int, end: int) -> Tensor:

@@ -139,9 +139,9 @@ class BoundedExperts(Experts):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.down_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        y = kernels.expert_linear(x, self.inputs, order, ends, top_k, num_prompt)
+        y = self.product(self.first, x, order, ends, top_k, num_prompt)
         y = self.activated(_with_biases(y, self.gate_up_proj_bias, experts, order))
-        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt)
+        y = self.product("down_proj", y, order, ends, 0, num_prompt)
         return kernels.combine_experts(_with_biases(y, self.down_proj_bias, experts, order), places, weights)
 
     def activated(self, y: Tensor) -> Tensor:

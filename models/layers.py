@@ -49,7 +49,16 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.scale: Tensor | None = None
 
-    def numbers(self) -> Tensor:
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """`scale` by the name of its weight; empty where that is not quantized."""
+        return {} if self.scale is None else {"weight": self.scale}
+
+    def set_quantized(self, name: str, weight: Tensor, scale: Tensor) -> None:
+        """Take a quantized weight, whose name is `weight`, in place of the one there is."""
+        self.weight, self.scale = nn.Parameter(weight, requires_grad=False), scale
+
+    def numbers(self, name: str = "weight") -> Tensor:
         """The weight, `[outputs, inputs]`, or what a quantized one stands for, in fp32."""
         if self.scale is None:
             return self.weight

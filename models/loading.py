@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from hybrid.checks import is_file
@@ -191,9 +190,9 @@ def load_model(
         dtype, device: of activations and parameters, these matrices aside; `running_dtype` of it is taken.
         chunk_size: chunk of the linear layers, in tokens.
         mtp: also load the predictor, where the checkpoint has one, as `model.mtp`: it drafts tokens.
-        quantize: store the weights of matrix products, experts and their routers aside, in fewer bits
-            (`can_quantize`). In four bits the head stays as it is, and so do products with few outputs, of which gates
-            and decays are made.
+        quantize: store the weights of matrix products, routers aside, in fewer bits (`can_quantize`). As int8 experts
+            stay as they are, in four bits the head does, and so do products with few outputs, of which gates and decays
+            are made.
         progress: show a progress bar; None: only on a terminal.
 
     Raises:
@@ -249,10 +248,9 @@ def load_model(
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         parameters = loader.load(tensors, bar.update)
     _log_forms(checkpoint.path, loader, tensors, quantize is not None)
-    for name, module in _linears(model):
-        if f"{name}.weight" in loader.scales:  # whose shape may be another one
-            module.scale = loader.scales[f"{name}.weight"]
-            module.weight = nn.Parameter(parameters.pop(f"{name}.weight"), requires_grad=False)
+    for name, scales in loader.scales.items():  # of parameters whose shapes may be other ones
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module).set_quantized(own, parameters.pop(name), scales)
     model.load_state_dict(parameters, strict=False, assign=True)  # without a tied head
     if tied:
         model.tie_head()
@@ -271,7 +269,7 @@ def _log_forms(path: Path, loader: Loader, tensors: Mapping[str, Stored], quanti
     elif quantize:
         reason = "load_dtype quantizes them again"
     else:
-        reason = "embedding, head, experts, routers, small products, and what has no form of four bits or of int8 rows"
+        reason = "embedding, head, routers, small products, and what has no form of four bits or of int8 rows"
     log.info(
         "%s: %d tensors are quantized; %d weights stay in four bits or int8, the others are restored to %s while they "
         "are read (%s)",
@@ -384,18 +382,14 @@ def can_quantize(device: torch.device) -> bool:
 
 
 def _quantized(model: CausalLM, quantize: Quantization) -> Iterator[str]:
-    """Names of the weights that are quantized."""
-    for name, module in _linears(model):
-        kept = quantize.group is not None and (module is model.lm_head or module.shape[0] < MIN_OUTPUTS)
-        if not kept:
-            yield f"{name}.weight"
-
-
-def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """Matrix products by name, routers aside: they multiply in fp32."""
+    """Names of the weights that are quantized. Routers multiply in fp32."""
+    has_four_bits = quantize.group is not None
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not isinstance(module, ExpertRouter):
-            yield name, module
+            if not (has_four_bits and (module is model.lm_head or module.shape[0] < MIN_OUTPUTS)):
+                yield f"{name}.weight"
+        elif isinstance(module, Experts) and has_four_bits:
+            yield from (f"{name}.{own}" for own in module.sizes)
 
 
 def _products(model: CausalLM) -> Iterator[str]:

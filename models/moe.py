@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
+from hybrid.kernels.packed_weights import unpack
 from hybrid.kernels.reference import experts
 from hybrid.models.layers import MLP, Linear, squared_relu
 from hybrid.models.weights import Layouts, Source
@@ -91,10 +92,20 @@ class SigmoidRouter(ExpertRouter):
 
 
 class Experts(nn.Module):
-    """All routed experts. Gate and up projection of an expert are stored as one matrix."""
+    """All routed experts. Gate and up projection of an expert are stored as one matrix.
+
+    Attributes:
+        first: the name of the matrices that rows are multiplied by first.
+        sizes: numbers of a row of the matrices of a name, however they are stored.
+        scales: scales and minimums of matrices that have four bits (`hybrid.kernels.packed_weights`), by name.
+    """
+
+    first: str = "gate_up_proj"
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
+        self.sizes: dict[str, int] = {self.first: size, "down_proj": intermediate_size}
+        self.scales: dict[str, Tensor] = {}
         self.gate_up_proj: nn.Parameter = nn.Parameter(
             torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False
         )
@@ -115,14 +126,24 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.down_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        y = self.activated(kernels.expert_linear(x, self.inputs, order, ends, top_k, num_prompt))
-        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt)
+        y = self.activated(self.product(self.first, x, order, ends, top_k, num_prompt))
+        y = self.product("down_proj", y, order, ends, 0, num_prompt)
         return kernels.combine_experts(y, places, weights)
 
-    @property
-    def inputs(self) -> Tensor:
-        """The matrices that rows are multiplied by first, `[experts, out, size]`."""
-        return self.gate_up_proj
+    def product(self, name: str, x: Tensor, *pairs: Any) -> Tensor:
+        """`expert_linear` of rows and the matrices of a name."""
+        y: Tensor = kernels.expert_linear(x, getattr(self, name), *pairs, self.scales.get(name))
+        return y
+
+    def set_quantized(self, name: str, weight: Tensor, scales: Tensor) -> None:
+        """Take matrices of four bits in place of those of a name."""
+        setattr(self, name, nn.Parameter(weight, requires_grad=False))
+        self.scales[name] = scales
+
+    def numbers(self, name: str) -> Tensor:
+        """The matrices of a name, `[experts, out, in]`, or what those of four bits stand for, in fp32."""
+        weight: Tensor = getattr(self, name)
+        return unpack(weight, self.scales[name], self.sizes[name]) if name in self.scales else weight
 
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""
@@ -132,17 +153,14 @@ class Experts(nn.Module):
 class UngatedExperts(Experts):
     """Routed experts without gates."""
 
+    first: str = "up_proj"
+
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__(size, intermediate_size, num_experts)
         del self.gate_up_proj
         self.up_proj: nn.Parameter = nn.Parameter(
             torch.empty(num_experts, intermediate_size, size), requires_grad=False
         )
-
-    @property
-    def inputs(self) -> Tensor:
-        """The matrices that rows are multiplied by first, `[experts, intermediate_size, size]`."""
-        return self.up_proj
 
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""

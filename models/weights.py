@@ -107,13 +107,17 @@ class Quantization:
     scales: torch.dtype = torch.bfloat16
 
     def tensors(self, shape: torch.Size) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """The shapes and types of a weight of this form and of its scales. `shape`: `(outputs, inputs)`."""
-        outputs, inputs = shape
+        """The shapes and types of weights of this form and of their scales. `shape`: `(..., outputs, inputs)`."""
+        *rows, inputs = shape
         if self.group is None:
-            return ((outputs, inputs), torch.int8), ((outputs,), torch.float32)
+            return ((*rows, inputs), torch.int8), ((*rows,), torch.float32)
         blocks = -(-inputs // BLOCK)
-        scales = outputs, blocks, BLOCK // self.group, 2
-        return ((outputs, blocks * BLOCK // 2), torch.uint8), (scales, self.scales)
+        scales = *rows, blocks, BLOCK // self.group, 2
+        return ((*rows, blocks * BLOCK // 2), torch.uint8), (scales, self.scales)
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A weight `[outputs, inputs]` in this form, and its scales."""
+        return quantize_rows(weight) if self.group is None else quantize(weight, self.group)
 
     def empty(self, shape: torch.Size, memory: WeightMemory) -> tuple[Tensor, Tensor]:
         """A weight of this form and its scales, not initialized."""
@@ -429,9 +433,9 @@ class Loader:
         shapes: of the parameters, by name.
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters, where nothing else is said.
-        quantized: parameters `[out, in]` that are quantized, each as soon as it is complete, and in what form.
-        may_keep: whether a parameter `[out, in]` may have the form that its tensors on disk have; else their numbers
-            are restored to floats.
+        quantized: parameters `[..., out, in]` that are quantized, each as soon as it is complete, and in what form.
+        may_keep: whether a parameter `[..., out, in]` may have the form that its tensors on disk have; else their
+            numbers are restored to floats.
         bfloat16: names of parameters that stay bfloat16 where all tensors that make them up are: no bit is lost.
         exact: names of parameters that are fp32 in a model of any type.
 
@@ -482,6 +486,7 @@ class Loader:
             raise CheckpointError(
                 f"{self.path} does not fit its config.json: missing {_named(missing)}, unexpected {_named(unexpected)}"
             )
+        turned = {parameter for pairs in uses.values() for parameter, source in pairs if source.transposed}
         on_disk: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         for name, stored in tensors.items():
             self._check(stored, uses[name])
@@ -489,7 +494,7 @@ class Loader:
                 on_disk[parameter].add(stored.dtype)
                 forms[parameter].add(stored.form)
         for parameter, (form, *others) in forms.items():
-            if form is not None and not others and self.may_keep(parameter, form):
+            if form is not None and not others and parameter not in turned and self.may_keep(parameter, form):
                 self.kept[parameter] = form
         types = {parameter: self._type(parameter, on_disk[parameter]) for parameter in self.shapes}
         self._memory = self._memory_for(types)
@@ -509,26 +514,30 @@ class Loader:
         return self.parameters
 
     def _quantize(self, name: str) -> None:
-        """Replace a parameter that is complete by its quantized form."""
+        """Replace a parameter that is complete by its quantized form, one matrix after another."""
         whole, form = self.parameters[name], self.quantized[name]
-        weight, scales = quantize_rows(whole) if form.group is None else quantize(whole, form.group)
         self.parameters[name], self.scales[name] = form.empty(self.shapes[name], self._memory)
-        self.parameters[name].copy_(weight)
-        self.scales[name].copy_(scales)
+        for own, weight, scales in _matrices(whole, self.parameters[name], self.scales[name]):
+            quantized = form.quantized(own)
+            weight.copy_(quantized[0])
+            scales.copy_(quantized[1])
 
     def _keep(self, name: str, source: Source, stored: RestoredTensor, on_read: Callable[[int], object]) -> None:
         """Fill a parameter, or a part of its rows, in the form that its tensor on disk has."""
         if name not in self.parameters:
             self.parameters[name], self.scales[name] = self.kept[name].empty(self.shapes[name], self._memory)
-        weight, scales = self.parameters[name][source.at], self.scales[name][source.at]
-        step, done = max(1, SLICE_BYTES // (stored.width * torch.float32.itemsize)), 0
-        for first, count in _runs(range(len(weight)) if source.rows is None else source.rows.tolist()):
-            for begin in range(first, first + count, step):
-                end = min(begin + step, first + count)
-                target = slice(done, done + end - begin)
-                weight[target], scales[target] = stored.packed(begin, end)
-                done += end - begin
-        on_read(done * stored.width * stored.dtype.itemsize)
+        own = self.parameters[name][source.at], self.scales[name][source.at]
+        step, before = max(1, SLICE_BYTES // (stored.width * torch.float32.itemsize)), 0
+        for weight, scales in _matrices(*own):
+            done = 0
+            for first, count in _runs(range(len(weight)) if source.rows is None else source.rows.tolist()):
+                for begin in range(first, first + count, step):
+                    end = min(begin + step, first + count)
+                    target = slice(done, done + end - begin)
+                    weight[target], scales[target] = stored.packed(before + begin, before + end)
+                    done += end - begin
+            before += done
+        on_read(before * stored.width * stored.dtype.itemsize)
 
     def _type(self, name: str, on_disk: set[torch.dtype]) -> torch.dtype:
         """The type of a parameter, before it is quantized. `on_disk`: those of the tensors that make it up."""
@@ -600,6 +609,14 @@ class Loader:
         for start in range(0, len(target), max(1, step)):
             rows = slice(start, start + step) if step else start
             self._copy(target[rows], stored, first + start * row, on_read)
+
+
+def _matrices(*parameter: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What belongs to each matrix of a parameter, the first tensor of which has one or several of them."""
+    if parameter[0].dim() == 2:
+        yield parameter
+    else:
+        yield from zip(*parameter, strict=True)
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:

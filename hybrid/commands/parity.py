@@ -48,7 +48,7 @@ from hybrid.kernels.ops import compiled_for
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.layers import Linear
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
-from hybrid.models.moe import ExpertRouter
+from hybrid.models.moe import ExpertRouter, Experts
 from hybrid.models.weights import stored_tensors
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.speculation.config import SpeculationConfig
@@ -528,12 +528,12 @@ def write_numbers(engine: Engine, path: Path, folder: Path) -> None:
             copyfile(file, folder / file.name)
     on_disk = {name: each.tensor() for name, each in stored_tensors(path).items()}
     for name, module in model.named_modules():
-        if not isinstance(module, Linear) or module.scale is None:
-            continue
-        ways = type(model).layouts(f"{name}.weight", model.config)
-        for source in max(ways, key=lambda way: sum(source.name in on_disk for source in way)):
-            tensor = on_disk[source.name] = on_disk[source.name].float()
-            tensor[slice(None) if source.rows is None else source.rows] = module.numbers()[source.at]
+        for own in module.scales if isinstance(module, Linear | Experts) else ():
+            ways, numbers = type(model).layouts(f"{name}.{own}", model.config), module.numbers(own)
+            for source in max(ways, key=lambda way: sum(source.name in on_disk for source in way)):
+                tensor = on_disk[source.name] = on_disk[source.name].float()
+                part = numbers[source.at].mT if source.transposed else numbers[source.at]
+                tensor[slice(None) if source.rows is None else source.rows] = part
     save_file(on_disk, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -29,6 +29,7 @@ from hybrid.models.gguf_file import is_gguf, read_tokenizer
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import QUANTIZATIONS, CheckpointFolder, can_quantize, load_model, open_checkpoint
+from hybrid.models.moe import Experts
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 from hybrid.speculation.config import SpeculationConfig
@@ -79,8 +80,8 @@ class LoadedModel:
         config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
         weights: dict[str, torch.Tensor] = dict(model.state_dict())
         for name, module in model.named_modules():
-            if isinstance(module, Linear) and module.scale is not None:  # of an int8 weight
-                weights[f"{name}.scale"] = module.scale
+            if isinstance(module, Linear | Experts):  # of quantized weights
+                weights |= {f"{name}.{own}.scale": scales for own, scales in module.scales.items()}
         return digest_of_model(config, weights.items())
 
 

@@ -222,7 +222,7 @@ class Engine:
                 and compiled operations where it is bfloat16; else float32. It is logged.
             load_dtype: "int8": on a CPU with compiled operations, weights of matrix products are quantized per row,
                 experts aside; answers differ from the checkpoint's, hits and cold runs alike. "int4": in four bits, in
-                groups of 64 ("int4:32", "int4:128"), the head aside, too. None: they have `dtype`.
+                groups of 64 ("int4:32", "int4:128"), those of experts too, the head aside. None: they have `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens; the answers are the same. "cache" (what came next in the cache), "mtp" (the

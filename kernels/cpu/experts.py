@@ -8,6 +8,7 @@ from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.matmul import Rows, multiply_into, multiply_parts
+from hybrid.kernels.cpu.packed_weights import multiply_packed_into, multiply_packed_parts
 from hybrid.kernels.cpu.target import HAS_TILES
 from hybrid.kernels.cpu.tasks import bits, by_rows, kind_of, run
 
@@ -77,18 +78,37 @@ def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tupl
     return order, places, ends
 
 
-def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
-    """`reference.expert_linear`. Few pairs are multiplied without a look at them on the host."""
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    top_k: int,
+    num_prompt: int,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """`reference.expert_linear`. Few pairs are multiplied without a look at them on the host.
+
+    Args:
+        scales: `[experts, ...]` of weights of four bits, each as of `hybrid.kernels.cpu.packed_weights`.
+    """
     if top_k:
         x = _take_pairs(x, order, top_k)
     output = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
     if len(x) <= MAX_FEW and not READS_ON_HOST:
-        multiply_parts(output, x, weight, ends)
+        if scales is None:
+            multiply_parts(output, x, weight, ends)
+        else:
+            multiply_packed_parts(output, x, weight, scales, ends)
         return output
     start = 0
     for at, end in enumerate(ends.flatten().tolist()):
         if start < end:
-            multiply_into(output[start:end], Rows(x[start:end]), weight[at % len(weight)])
+            own, rows, expert = output[start:end], Rows(x[start:end]), at % len(weight)
+            if scales is None:
+                multiply_into(own, rows, weight[expert])
+            else:
+                multiply_packed_into(own, rows, weight[expert], scales[expert])
             start = end
     return output
 

@@ -35,23 +35,50 @@ def multiply_packed(x: Tensor, weight: Tensor, scales: Tensor, rows: Rows | None
     Returns:
         `[rows, out]` in the type of `x`.
     """
-    lies_right = x.dim() == 2 and scales.dtype in NUMBERS and weight.is_contiguous() and scales.is_contiguous()
-    kind_of("a product with a weight of four bits", x, lies_right=lies_right)
-    output, rows = x.new_empty(x.shape[0], weight.shape[0]), rows or Rows(x)
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    multiply_packed_into(output, rows or Rows(x), weight, scales)
+    return output
+
+
+def multiply_packed_into(output: Tensor, rows: Rows, weight: Tensor, scales: Tensor) -> None:
+    """`multiply_packed`, written to `output`, whose rows are contiguous."""
+    x = rows.x
+    _check(x, weight, scales)
     if len(x) >= MANY_ROWS or (HAS_TILES and x.dtype == torch.bfloat16):
         for first, numbers in _slices(x, weight, scales):
             multiply_into(output[:, first : first + len(numbers)], rows, numbers)
     else:
-        _multiply_few(output, rows, weight, scales)
-    return output
+        _multiply_few(output, rows, weight, scales, (0, 1, 1, 0, 0))
 
 
-def _multiply_few(output: Tensor, x: Rows, weight: Tensor, scales: Tensor) -> None:
+def multiply_packed_parts(output: Tensor, x: Tensor, weights: Tensor, scales: Tensor, ends: Tensor) -> None:
+    """`hybrid.kernels.cpu.matmul.multiply_parts` with weights of four bits.
+
+    Args:
+        weights, scales: `[N, ...]`, each as of `multiply_packed`.
+    """
+    _check(x, weights, scales)
+    parts = ends.data_ptr(), ends.numel(), len(weights), weights.stride(0), scales.stride(0)
+    _multiply_few(output, Rows(x), weights[0], scales[0], parts)
+
+
+def _check(x: Tensor, weight: Tensor, scales: Tensor) -> None:
+    """Refuse what is not compiled."""
+    lies_right = x.dim() == 2 and scales.dtype in NUMBERS and weight.is_contiguous() and scales.is_contiguous()
+    kind_of("a product with a weight of four bits", x, lies_right=lies_right)
+
+
+def _multiply_few(
+    output: Tensor, x: Rows, weight: Tensor, scales: Tensor, several: tuple[int, int, int, int, int]
+) -> None:
+    """`several`: the address of the ends of parts, how many they are, weights, and how far apart these and their scales
+    are."""
     kinds, (rows, inner), outputs = (KINDS[scales.dtype], KINDS[output.dtype]), x.x.shape, len(weight)
     pieces, groups = -(-inner // PIECE), scales.shape[2]
     own = x.arranged if x.x.dtype != torch.float32 or inner % PIECE else x.x
     addresses = own.data_ptr(), weight.data_ptr(), scales.data_ptr(), output.data_ptr()
-    args = (*addresses, own.stride(0), weight.stride(0), scales.stride(0), groups, pieces, output.stride(0), rows)
+    strides = own.stride(0), weight.stride(0), scales.stride(0)
+    args = (*addresses, *strides, groups, pieces, output.stride(0), rows, *several)
     run(_multiply_packed, kinds, args, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
 
 

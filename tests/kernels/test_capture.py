@@ -423,6 +423,8 @@ CAPTURED += [
     ("kimi_linear, odd sizes, low rank, fused", {"dtype": "bfloat16"}),
     ("bailing_hybrid", {}),
     ("gpt_oss, odd sizes, tied", {"dtype": "bfloat16"}),
+    ("gpt_oss, odd sizes, tied", {"dtype": "bfloat16", "load_dtype": "int4"}),
+    ("qwen3_next, odd sizes", {"load_dtype": "int4:32"}),
     ("recurrent_gemma, odd sizes, tied, biases", {"dtype": "bfloat16"}),
 ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hybrid.kernels.cpu import matmul, packed_weights
+from hybrid.kernels.cpu import experts, matmul, packed_weights
 from hybrid.kernels.packed_weights import GROUPS, quantize, unpack
 from support.tensors import same_bits
 
@@ -35,6 +35,28 @@ def test_a_row_has_the_bits_of_the_numbers_in_its_type_and_none_of_others(
             at = int(torch.randint(0, 300 - rows, (), generator=generator))
             found = packed_weights.multiply_packed(x[at : at + rows], packed, scales)
             assert same_bits(found, expected[at : at + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 90, 1 + experts.MAX_FEW // 2])
+def test_a_pair_of_a_row_and_an_expert_has_the_bits_of_the_experts_numbers(
+    rows: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    threads(1 + rows % 2)
+    for number, (outputs, inner) in enumerate(SIZES):
+        matrices = torch.randn(5, outputs, inner, generator=generator)
+        parts = [quantize(matrix, GROUPS[number % 3]) for matrix in matrices]
+        packed, scales = (torch.stack(own) for own in zip(*parts, strict=True))
+        x = torch.randn(rows, inner, generator=generator).to(dtype)
+        chosen = torch.rand(rows, 5, generator=generator).argsort(1)[:, :2]
+        order, places, ends = experts.sort_by_expert(chosen, 5, rows // 3)
+        found = experts.expert_linear(x, packed, order, ends, 2, 0, scales)
+        assert same_bits(found, experts.expert_linear(x, unpack(packed, scales, inner).to(dtype), order, ends, 2, 0))
+        row = rows // 2
+        alone, own_places, own_ends = experts.sort_by_expert(chosen[row : row + 1], 5, 0)
+        single = experts.expert_linear(x[row : row + 1], packed, alone, own_ends, 2, 0, scales)
+        assert same_bits(single[own_places[0]], found[places[row]])
 
 
 def test_what_is_behind_the_last_number_of_a_row_does_not_matter() -> None:

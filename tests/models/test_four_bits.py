@@ -1,15 +1,18 @@
 """Weights of four bits: what they stand for, and models that are computed with them."""
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.commands import parity
+from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.kernels import packed_weights
 from hybrid.kernels.ops import linear
 from hybrid.models.layers import Linear
+from hybrid.models.moe import ExpertRouter, Experts
 
 GREEDY = SamplingParams(max_new_tokens=4, logprobs=5, ignore_eos=True)
 SETTINGS = CacheConfig(memory="64MiB", deterministic=True)
@@ -75,6 +78,49 @@ def test_hits_are_bitwise_cold_runs(family: str, dtype: str, tmp_path: Path) -> 
     cold, warm = (engine.generate([prompt], GREEDY, progress=False)[0] for _ in range(2))
     assert warm.usage.cached_tokens >= 128
     assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+
+
+WITH_EXPERTS = [
+    "bailing_hybrid",
+    "gpt_oss",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear, odd sizes, low rank, fused",
+    "lfm2_moe",
+    "minimax",
+    "nemotron_h",
+    "nemotron_h, odd sizes, latent, fused",
+    "qwen3_5_moe_text",
+    "qwen3_next, odd sizes",
+]
+
+
+@pytest.mark.parametrize(("family", "group"), zip(WITH_EXPERTS, cycle(packed_weights.GROUPS)))
+def test_experts_have_four_bits_and_logits_those_of_their_numbers_in_transformers(
+    family: str, group: int, tmp_path: Path
+) -> None:
+    if family not in FAMILIES:
+        pytest.skip("the installed transformers lacks the type")
+    path, numbers = write_random_checkpoint(tmp_path / "checkpoint", family), tmp_path / "numbers"
+    engine = Engine.from_pretrained(path, device="cpu", dtype="float32", load_dtype=f"int4:{group}", cache=SETTINGS)
+    model = engine.loaded.model
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    for module in experts:
+        assert module.scales.keys() == module.sizes.keys()
+        assert {getattr(module, name).dtype for name in module.sizes} == {torch.uint8}
+    routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
+    assert len(routers) == len(experts)
+    assert all(module.scale is None and module.weight.is_floating_point() for module in routers)
+    prompt = list(range(5, 155))
+    cold, warm = (engine.generate([prompt], GREEDY, progress=False)[0] for _ in range(2))
+    assert warm.usage.cached_tokens >= 128
+    assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+    numbers.mkdir()
+    parity.write_numbers(engine, path, numbers)
+    theirs = torch.from_numpy(parity.transformers_logits(numbers, prompt))
+    found = parity.prompt_logits(engine, prompt, len(prompt))
+    assert parity.compare_logits(family, found, theirs).passed
 
 
 def test_answers_are_those_of_the_weights_that_the_bits_stand_for(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hybrid.commands.random_checkpoints import FAMILIES as RANDOM
 from hybrid.commands.random_checkpoints import random_model
 from hybrid.models.gguf_file import ARCHITECTURES, GGUFTensor, chosen_file, read_tokenizer
 from hybrid.models.loading import TINY, open_checkpoint
+from hybrid.models.moe import Experts
 
 gguf = pytest.importorskip("gguf")
 
@@ -204,7 +205,7 @@ def write_gguf(folder: Path, path: Path, kind: str, tensors_of_a_part: int = 0) 
     exact: dict[str, torch.Tensor] = {}
     for name, tensor in stored.items():
         is_product = (
-            tensor.dim() == 2 and tensor.shape[1] % 32 == 0 and not name.endswith("linear_attn.out_proj.weight")
+            tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and not name.endswith("linear_attn.out_proj.weight")
         )
         own = gguf.GGMLQuantizationType[kind if is_product else "F32"]
         rounded = gguf.dequantize(gguf.quantize(tensor.float().numpy(), own), own)
@@ -258,6 +259,7 @@ def first_logits(engine: Engine) -> torch.Tensor:
         ("qwen3", "F16"),
         ("qwen3_5_text", "Q8_0"),
         ("granitemoehybrid", "Q4_0"),
+        ("nemotron_h", "Q4_1"),
         ("falcon_h1", "F32"),
         ("nemotron_h", "Q8_0"),
     ],
@@ -267,6 +269,9 @@ def test_the_model_is_that_of_the_numbers_in_the_file(model_type: str, kind: str
     engine = engine_of(path)
     kinds = {weight.dtype for weight in engine.loaded.model.parameters()}
     assert (torch.uint8 in kinds) == kind.startswith("Q4")
+    experts = [module for module in engine.loaded.model.modules() if isinstance(module, Experts)]
+    if experts and kind.startswith("Q4"):  # rows of the second matrices are no whole blocks of a file
+        assert all(module.scales.keys() == {module.first} for module in experts)
     found, expected = first_logits(engine), first_logits(engine_of(folder))
     # 1 is added to norms and taken away, the logarithm of decays is taken twice, factors are multiplied before
     if model_type in (*STATE_SPACE, "qwen3_5_text"):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 
 from hybrid import ArgumentError, CacheConfig, Engine, SamplingParams
+from hybrid.commands.random_checkpoints import FAMILIES as RANDOM
+from hybrid.commands.random_checkpoints import random_model as model_of
 from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.kernels.packed_weights import GROUPS
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.weights import quantize_rows
+from hybrid.models.moe import Experts
+from hybrid.models.weights import Quantization, quantize_rows
 from support.checkpoints import WEIGHTS, cast_weights, layers, random_model, text_config, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
@@ -35,6 +40,7 @@ def num_bytes(model: CausalLM) -> int:
     tensors: list[Tensor] = list(model.parameters())
     for module in model.modules():
         tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+        tensors += getattr(module, "scales", {}).values()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -70,6 +76,25 @@ def test_matrices_that_stay_bfloat16_in_a_model_of_fp32_change_no_bit(
         assert outputs[2].usage.cached_tokens > 0
         answers.append([(output.token_ids, output.logprobs) for output in outputs])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_experts_in_four_bits_take_half_a_byte_for_each_number_and_four_for_each_group(
+    group: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 32}
+    family = replace(RANDOM["lfm2_moe"], settings={**RANDOM["lfm2_moe"].settings, **sizes})
+    model_of(family).save_pretrained(tmp_path)
+    cast_weights(tmp_path, torch.bfloat16)
+    models = [
+        load_model(open_checkpoint(tmp_path), torch.bfloat16, CPU, 64, quantize=form)
+        for form in (None, Quantization(group))
+    ]
+    numbers = 3 * 128 * 256 * 32 * sum(isinstance(module, Experts) for module in models[0].modules())
+    others = num_bytes(models[0]) - 2 * numbers
+    assert numbers and others < 0.1 * num_bytes(models[0])
+    of_experts = numbers // 2 + 4 * numbers // group
+    assert of_experts <= num_bytes(models[1]) <= of_experts + others
 
 
 RESIDENT = """

@@ -1,11 +1,13 @@
 """Published checkpoints by the names and shapes of their tensors: each is built without memory, and every tensor of its
 index is read into a parameter. `published/` has them, folded by layers, with what their `config.json` says; no weights
-are there.
+are there. Where a public page says how many numbers the weights are (`parameters`), the index has as many, which a size
+written wrong would not. What no page confirmed is named (`unconfirmed`).
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ def unfolded(facts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield pattern.format(**dict(zip(used, found, strict=True))), tuple(shape)
 
 
+def num_parameters(index: Shapes) -> int:
+    """The numbers of all tensors. 4-bit floats are two in a byte, and have exponents, which are none."""
+    own = {name: shape for name, shape in index.items() if not name.endswith("_scales")}
+    return sum((2 if name.endswith("_blocks") else 1) * prod(shape) for name, shape in own.items())
+
+
 def config_of(facts: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
@@ -53,6 +61,7 @@ def test_every_tensor_of_a_published_index_is_read(file: Path) -> None:
         pytest.skip("the installed transformers lacks the type")
     on_disk: Shapes = dict(unfolded(facts))
     assert len(on_disk) == facts.get("count", len(on_disk))
+    assert num_parameters(on_disk) == facts.get("parameters", num_parameters(on_disk))
     index = {  # 4-bit floats are two in a byte, and have exponents
         name: (*shape[:-2], 32 * shape[-2]) if name.endswith("_blocks") else shape
         for name, shape in on_disk.items()

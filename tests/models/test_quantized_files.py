@@ -14,6 +14,7 @@ from hybrid.commands import parity
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.moe import Experts
 from support.checkpoints import edit_config
 from support.tensors import CPU
 
@@ -127,13 +128,14 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any], torch.dtyp
 """What writes a weight, the configuration, and the type of the weights that are loaded."""
 
 
-def written(tmp_path: Path, name: str) -> tuple[Path, Path]:
+def written(tmp_path: Path, name: str, family: str = "llama") -> tuple[Path, Path]:
     """A checkpoint in a format, and one with the numbers that it stands for."""
     write, settings, _ = FORMATS[name]
-    short, whole = (write_random_checkpoint(tmp_path / kind, "llama") for kind in ("short", "whole"))
+    short, whole = (write_random_checkpoint(tmp_path / kind, family) for kind in ("short", "whole"))
     stored = load_file(short / "model.safetensors")
     found, exact = dict(stored), dict(stored)
-    for key in [key for key in stored if "_proj.weight" in key and stored[key].shape[1] % GROUP == 0]:
+    names = ("_proj.weight", ".w1.weight", ".w3.weight")
+    for key in [key for key in stored if key.endswith(names) and stored[key].shape[1] % GROUP == 0]:
         parts, exact[key] = write(found.pop(key).float())
         base = key.removesuffix("weight")
         found |= {base + end: part.contiguous() for end, part in parts.items()}
@@ -158,8 +160,24 @@ def test_weights_stand_for_the_numbers_of_the_format(name: str, tmp_path: Path) 
     assert kinds == {FORMATS[name][2], torch.float32}  # of the head, and of small products
 
 
-def test_answers_are_those_of_the_numbers_and_hits_cold_runs(tmp_path: Path) -> None:
-    short, whole = written(tmp_path, "awq")
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized", "int8", "fp8"])
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_5_moe_text"])
+def test_experts_stay_in_four_bits_and_stand_for_the_numbers_of_the_format(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    models = [load_model(open_checkpoint(path), torch.float32, CPU, 64) for path in written(tmp_path, name, family)]
+    expected = dict(models[1].named_modules())
+    experts = {key: module for key, module in models[0].named_modules() if isinstance(module, Experts)}
+    assert len(experts) > 1
+    for key, module in experts.items():  # a row of 24 numbers is no whole group
+        assert module.scales.keys() == ({"gate_up_proj"} if FORMATS[name][2] == torch.uint8 else set())
+        assert module.down_proj.dtype == torch.float32
+        assert torch.equal(module.numbers("gate_up_proj"), expected[key].gate_up_proj)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2_moe"])
+def test_answers_are_those_of_the_numbers_and_hits_cold_runs(family: str, tmp_path: Path) -> None:
+    short, whole = written(tmp_path, "awq", family)
     prompt = list(range(5, 155))
     engine = Engine.from_pretrained(short, device="cpu", dtype="float32", cache=SETTINGS)
     found = parity.prompt_logits(engine, prompt, len(prompt))

@@ -246,35 +246,52 @@ _of_1, _of_2, _of_4 = _strip(1), _strip(2), _strip(4)
 _of_3, _of_6, _of_8 = (_strip(3), _strip(6), _strip(8)) if HAS_WIDE_REGISTERS else (_of_1, _of_1, _of_1)
 
 
+@compiled_inline
+def _multiply_rows(x, x_stride, w, w_stride, scales, s_stride, groups, pieces, out, out_stride, rows, columns):
+    """The product of any number of rows of x and up to COLUMNS rows of the weight."""
+    row = 0
+    while row < rows:
+        left, b, y = rows - row, at(x, row * x_stride), at(out, row * out_stride)
+        if HAS_WIDE_REGISTERS and left >= 8:
+            _of_8(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 8
+        elif HAS_WIDE_REGISTERS and left >= 6:
+            _of_6(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 6
+        elif left >= 4:
+            _of_4(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 4
+        elif HAS_WIDE_REGISTERS and left == 3:
+            _of_3(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 3
+        elif left >= 2:
+            _of_2(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 2
+        else:
+            _of_1(b, x_stride, w, w_stride, scales, s_stride, groups, pieces, y, out_stride, columns)
+            row += 1
+
+
 def multiply_packed(args, kinds, first, last):
-    """Columns `[first, last)`; the kinds are those of the scales and of the output."""
+    """Columns `[first, last)`; the kinds are those of the scales and of the output.
+
+    There may be several weights, as of `matmul.multiply`.
+    """
     a = numbers(args, INDEX)
     x, w, scales, out = numbers(a[0], ZERO), numbers(a[1], _BYTE), numbers(a[2], kinds[0]), numbers(a[3], kinds[1])
     x_stride, w_stride, s_stride, groups, pieces, out_stride, rows = a[4], a[5], a[6], a[7], a[8], a[9], a[10]
-    for column in range(first, last, COLUMNS):
-        width = min(COLUMNS, last - column)
-        own, s = at(w, column * w_stride), at(scales, column * s_stride)
-        row = 0
-        while row < rows:
-            left, b, y = rows - row, at(x, row * x_stride), at(out, row * out_stride + column)
-            if HAS_WIDE_REGISTERS and left >= 8:
-                _of_8(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 8
-            elif HAS_WIDE_REGISTERS and left >= 6:
-                _of_6(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 6
-            elif left >= 4:
-                _of_4(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 4
-            elif HAS_WIDE_REGISTERS and left == 3:
-                _of_3(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 3
-            elif left >= 2:
-                _of_2(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 2
-            else:
-                _of_1(b, x_stride, own, w_stride, s, s_stride, groups, pieces, y, out_stride, width)
-                row += 1
+    ends, parts, weights, of_weight, of_scales = numbers(a[11], INDEX), a[12], a[13], a[14], a[15]
+    start = 0
+    for part in range(parts):
+        end = ends[part] if a[11] != 0 else rows
+        if start < end:
+            own, own_scales = at(w, part % weights * of_weight), at(scales, part % weights * of_scales)
+            b, y = at(x, start * x_stride), at(out, start * out_stride)
+            for column in range(first, last, COLUMNS):
+                u, s, z = at(own, column * w_stride), at(own_scales, column * s_stride), at(y, column)
+                count, width = end - start, min(COLUMNS, last - column)
+                _multiply_rows(b, x_stride, u, w_stride, s, s_stride, groups, pieces, z, out_stride, count, width)
+        start = end
 
 
 @intrinsic
