@@ -101,7 +101,7 @@ VLLM ?= 0.32.0 0.33.0
 	$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt torch transformers numpy pillow psutil pytest hypothesis tqdm \
-		rich aiohttp cachetools cbor2 cloudpickle fastapi llguidance msgspec openai openai_harmony partial_json_parser prometheus-client py-cpuinfo pybase64 pyzmq requests urllib3 uvloop xgrammar setuptools
+		rich aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance msgspec openai openai_harmony partial_json_parser prometheus-client py-cpuinfo pybase64 pyzmq requests urllib3 uvloop xgrammar setuptools
 	touch $@
 
 vllm: .venv-vllm/.installed  ## the scheduler inside vLLM, on its own manager and pool, for every version

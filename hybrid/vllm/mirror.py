@@ -56,7 +56,7 @@ class Visit:
         options: its own.
         key: one hash for each full block so far.
         lock: on the pages that it uses; None: it uses none.
-        source: lock on the state that its next pass starts from; None: it starts from none of the tree's.
+        sources: locks on the states that its passes start from, as long as it holds their blocks.
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
         lru_found: tokens that vLLM's own order of eviction would have found.
@@ -77,14 +77,14 @@ class Visit:
         "num_pages",
         "options",
         "shadow",
-        "source",
+        "sources",
     )
 
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
         self.key: Key = Key(b"")
         self.lock: Lock | None = None
-        self.source: Lock | None = None
+        self.sources: list[Lock] = []
         self.num_pages: int = 0
         self.found: int | None = None
         self.lru_found: int = 0
@@ -150,9 +150,9 @@ class Mirror:
     def _renew(self) -> None:
         self._owned.clear()
         self._requests: dict[str, Visit] = {}
+        self._unkept: dict[str, int] = {}  # place of a state that its request holds and the tree may not have
         policy = policy_of(self._options.policy)
         self._learns = isinstance(policy, LearnedHitDensity)
-        self._source: Lock | None = None  # on the state that a request which is given room starts from
         self.tree: Tree = Tree(
             WORDS,
             WORDS,
@@ -219,12 +219,11 @@ class Mirror:
     def _allocate_slots(self, theirs: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         visit = self._requests.get(request.request_id)
         begins = visit is not None and visit.lock is None and not visit.num_pages
-        if visit is None or not (begins or visit.source is not None):
+        if visit is None or not (begins or visit.sources):
             return theirs(request, *args, **kwargs)
         try:
             if begins:
                 self.protect(request, visit)
-            self._source, visit.source = visit.source, None
         except Exception as error:
             self._fail(error, [])
         allocated = theirs(request, *args, **kwargs)
@@ -253,6 +252,7 @@ class Mirror:
                 del group.cache_blocks
         if self.failure is None:
             try:
+                self._forget_unkept(request.request_id)
                 self.computed(request, num_tokens)
                 now = self._num_cached(request.request_id)
                 if now[0] > before[0] or now[1] > before[1]:
@@ -265,12 +265,26 @@ class Mirror:
         """Blocks of a request that have a hash, before vLLM caches more; None: nothing follows from this call.
 
         vLLM takes blocks or lets go of some at the prompt's end, at a block's, and after these. It calls this for every
-        token of an answer: of all others nothing follows.
+        token of an answer: of all others nothing follows, unless the request holds a state that is not kept.
         """
         before, size = self._num_cached(request.request_id), self._block_size
         past = num_tokens - request.num_prompt_tokens
         is_inside = num_tokens // size <= before[0] and past > 1 and num_tokens % size != 1
-        return None if is_inside else before
+        return None if is_inside and request.request_id not in self._unkept else before
+
+    def _forget_unkept(self, rid: str) -> None:
+        """Take the hash of a state that is not kept again: at every call vLLM gives one to the state at the prompt's
+        last block that has none, as long as the request holds it."""
+        place = self._unkept.get(rid)
+        if place is None:
+            return
+        for group in self._states:
+            block = group.req_to_blocks[rid][place]
+            if block.is_null:
+                del self._unkept[rid]
+                return
+            if block.block_id not in self._owned:
+                self._pool._maybe_evict_cached_block(block)
 
     def _cache_states(
         self, theirs: Callable[..., Any], request: Any, num_tokens: int, *args: Any, **kwargs: Any
@@ -375,16 +389,11 @@ class Mirror:
         if found.deepest is not None:
             visit.lock = self.tree.lock_match(found)
         if found.checkpoint is not None:
-            visit.source = self.tree.lock_state(found.checkpoint)
+            visit.sources.append(self.tree.lock_state(found.checkpoint))
 
     def allocated(self, request: Any, visit: Visit, begins: bool, has_room: bool) -> None:
-        """A request has got room for a pass, and a copy of the state that it starts from; or there was none."""
-        source, self._source = self._source, None
-        if not begins and not has_room:
-            visit.source = source  # until it has room, or gives up what it has
-            return
-        if source is not None:
-            self.tree.unlock(source)
+        """A request has got room for a pass; or there was none."""
+        self._unlock_given_back(request.request_id, visit)
         if not begins:
             return
         if not has_room:
@@ -397,6 +406,25 @@ class Mirror:
             self.counts.prompt_tokens += request.num_tokens
             self.counts.hit_tokens += visit.found
             self.counts.lru_hit_tokens += visit.lru_found
+
+    def _unlock_given_back(self, rid: str, visit: Visit) -> None:
+        """Unlock the states of which a request does not hold the blocks any more. While it does, to evict one would
+        free none, and vLLM would give its hash to it again."""
+        held = []
+        for lock in visit.sources:
+            if self._place_of(rid, lock) is not None:
+                held.append(lock)
+            else:
+                self.tree.unlock(lock)
+        visit.sources = held
+
+    def _place_of(self, rid: str, source: Lock) -> int | None:
+        """Where a request holds a state that is locked; None: it does not."""
+        table, node = self._states[0].req_to_blocks.get(rid, ()), source.node
+        if node is None or node.slot is None:
+            return None
+        place = node.end // WORDS - 1
+        return place if place < len(table) and table[place] is node.slot[0] else None
 
     def _begin_shadow(self, request: Any, visit: Visit) -> None:
         """Begin a request under vLLM's own order of eviction, if it has not begun."""
@@ -422,7 +450,7 @@ class Mirror:
         key = visit.key
         blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
         if visit.is_apart and any(block.block_hash is None for block in chain.from_iterable(blocks)):
-            self._set_apart(visit)  # the tree has let go of blocks that it uses: they cannot be found any more
+            self._set_apart(rid, visit)  # the tree has let go of blocks that it uses: they cannot be found any more
             return
         tables = [group.req_to_blocks[rid] for group in self._states]
         below = visit.lock.node if visit.lock is not None else None
@@ -432,16 +460,18 @@ class Mirror:
             if all(not block.is_null and block.block_hash is not None for block in slot):
                 origin = self.visits.describe(rid, (place + 1) * WORDS, self._kind(request, place + 1))
                 node = self._insert_state(key, blocks[: place + 1], slot, origin, below, visit.options)
+                if slot[0].block_hash is None:
+                    self._unkept[rid] = place
                 if visit.options.pin and node.slot is not None:
                     self._pin(rid, visit.options, node)
         end = num_pages * WORDS
         if node is None or node.end < end:
             node = self._insert(key, blocks, None, below, None)
-        lock = self.tree.lock_pages(node, end)
-        self._unlock(visit)
-        visit.lock, visit.num_pages = lock, num_pages
+        before, visit.lock, visit.num_pages = visit.lock, self.tree.lock_pages(node, end), num_pages
+        if before is not None:
+            self.tree.unlock(before)
         if num_states and node.end == end and node.slot == tuple(table[num_pages - 1] for table in tables):
-            visit.source = self.tree.lock_state(node)  # its blocks are in use: to evict it would free none
+            visit.sources.append(self.tree.lock_state(node))
 
     def _insert_state(
         self,
@@ -494,6 +524,7 @@ class Mirror:
         """A request gives its blocks back: it has ended, or waits again."""
         self.holds.remove(request.request_id)
         visit = self._requests.pop(request.request_id, None)
+        self._unkept.pop(request.request_id, None)
         if visit is not None:
             self._unlock(visit)
             if visit.shadow is not None:
@@ -539,18 +570,19 @@ class Mirror:
     def _give_up(self) -> None:
         """Give up locks that protect free blocks. A request may have computed pages again that the tree has, in blocks
         of its own: those of the tree can be free below its lock."""
-        if self._source is not None:
-            self.tree.unlock(self._source)
-            self._source = None
-        for visit in self._requests.values():
+        for rid, visit in self._requests.items():
+            self._unlock_given_back(rid, visit)
             node = visit.lock.node if visit.lock is not None else None
             if node is None:
                 continue
             pages = chain.from_iterable(self.tree.pages(node, node.end).parts)
             if any(not block.ref_cnt for block in chain.from_iterable(pages)):
-                self._set_apart(visit)
+                self._set_apart(rid, visit)
 
-    def _set_apart(self, visit: Visit) -> None:
+    def _set_apart(self, rid: str, visit: Visit) -> None:
+        for source in visit.sources:
+            if (place := self._place_of(rid, source)) is not None:
+                self._unkept[rid] = place
         self._unlock(visit)
         visit.is_apart = True
         self.counts.set_apart += 1
@@ -592,7 +624,7 @@ class Mirror:
         return (request.num_tokens - 1) // self._block_size * WORDS
 
     def _unlock(self, visit: Visit) -> None:
-        for lock in (visit.lock, visit.source):
+        for lock in (visit.lock, *visit.sources):
             if lock is not None:
                 self.tree.unlock(lock)
-        visit.lock = visit.source = None
+        visit.lock, visit.sources = None, []

@@ -123,6 +123,10 @@ class Group:
             if not blocks[place].is_null and (not self.is_state or place + 1 in ends):
                 self.pool.cache(blocks[place], request.block_hashes[place], self.number)
         self.num_cached_block[request.request_id] = max(first, end)
+        # As vLLM: as long as it is held, the state at the prompt's last block gets its hash (again) at every call.
+        last = (request.num_prompt_tokens - 1) // self.block_size
+        if self.is_state and end == last > 0 and not blocks[last - 1].is_null and blocks[last - 1].block_hash is None:
+            self.pool.cache(blocks[last - 1], request.block_hashes[last - 1], self.number)
 
 
 class Coordinator:
@@ -201,8 +205,14 @@ class Manager:
         return [[] for _ in self.groups], 0, len(pages) * self.block_size
 
     def allocate_slots(self, request: Request, end: int, computed: list[list[Block]] | None = None) -> bool | None:
-        """Give a request blocks up to a token, and cache what is full. A state moves to the chunk's last block."""
+        """Give a request blocks up to a token, and cache what is full. A state moves to the chunk's last block; the one
+        that the chunk starts from is given back before the next."""
         rid = request.request_id
+        if computed is None:
+            for group in self.states:
+                table = group.req_to_blocks[rid]
+                self.block_pool.free_blocks([block for block in table[:-1] if not block.is_null])
+                table[:-1] = [self.block_pool.null_block] * (len(table) - 1)
         num_blocks = -(-end // self.block_size)
         has = len(self.pages[0].req_to_blocks.get(rid, ())) or (len(computed[0]) if computed else 0)
         free = self.block_pool.free_block_queue.num_free_blocks
@@ -218,13 +228,8 @@ class Manager:
             for group in self.pages:
                 group.req_to_blocks[rid] += self.block_pool.get_new_blocks(num_blocks - has)
             for group in self.states:
-                table = group.req_to_blocks[rid]
-                old = [block for block in table if not block.is_null]
-                table += [self.block_pool.null_block] * (num_blocks - has - 1) + self.block_pool.get_new_blocks(1)
-                for place, block in enumerate(table[:-1]):
-                    if block in old:
-                        table[place] = self.block_pool.null_block
-                self.block_pool.free_blocks(old)
+                nulls = [self.block_pool.null_block] * (num_blocks - has - 1)
+                group.req_to_blocks[rid] += nulls + self.block_pool.get_new_blocks(1)
         self.coordinator.cache_blocks(request, end)
         request.num_computed_tokens = end
         return True

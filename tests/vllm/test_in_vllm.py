@@ -88,7 +88,7 @@ def test_many_at_once_under_a_small_pool(width: int, num_blocks: int, states_wit
     assert served.hit_tokens > 0
     assert served.mirror is not None
     counts = served.mirror.counts
-    assert counts.differing <= 0.05 * counts.lookups
+    assert counts.differing == 0 < counts.lookups
 
 
 def test_aborted_requests_leave_nothing_behind() -> None:

@@ -97,9 +97,45 @@ def test_every_lookup_of_vllm_is_what_the_tree_says_and_nothing_leaks(
     assert manager.num_free == 79
     assert not beside.tree.locks.num_pages
     assert beside.counts.lookups > 200
-    assert beside.counts.differing <= beside.counts.set_apart < 40
+    assert beside.counts.differing == 0
+    assert beside.counts.set_apart < 40
     assert beside.counts.hit_tokens > 0
     assert beside.counts.evicted_pages > 100
+
+
+def test_a_state_that_is_not_kept_is_not_found_although_vllm_gives_it_its_hash_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, beside = mirrored(16)
+    service = Service(manager)
+    service.serve([*range(100, 117)])
+    monkeypatch.setattr(FreeBlocks, "has_spare", False)
+    monkeypatch.setattr(beside.visits, "admit", lambda key, end, origin, **given: (origin, False))
+    assert service.serve([*range(13)], [20, 21]) == 0
+    assert beside.counts.refused == {"prompt_end": 1}
+    assert service.serve([*range(13)]) == 0
+    assert beside.counts.differing == 0
+    check(manager, beside)
+
+
+def test_a_state_is_not_evicted_while_its_request_holds_it() -> None:
+    manager, beside = mirrored(40)
+    service = Service(manager)
+    request, other = service.request([*range(13)]), service.request([*range(14)])
+    assert (service.start(request), service.start(other)) == (0, 12)
+    held = [group.req_to_blocks["1"][2] for group in manager.states]
+    service.answer(other, [20])
+    while beside.evict(1):
+        pass
+    assert beside.tree.num_checkpoints == 1
+    assert all(block.block_hash is not None for block in held)
+    service.answer(request, [20])  # gives the state back that its last step began with
+    assert beside.evict(1)
+    assert beside.tree.num_checkpoints == 0
+    assert all(block.block_hash is None for block in held)
+    for one in (request, other):
+        service.end(one)
+    check(manager, beside)
 
 
 def test_lru_hits_what_the_plain_queue_hits() -> None:
