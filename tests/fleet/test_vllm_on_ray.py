@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,7 +103,7 @@ def answers(asked: list[list[int]]) -> list[list[int]]:
 
 
 def test_what_is_promised_of_vllms_replicas_is_hit_and_answers_are_those_of_cold_prompts(
-    replicas: Any, asked: list[list[int]], answers: list[list[int]]
+    replicas: Any, asked: list[list[int]], answers: list[list[int]], request: pytest.FixtureRequest
 ) -> None:
     found: dict[int, dict[str, Any]] = {}
 
@@ -123,7 +124,18 @@ def test_what_is_promised_of_vllms_replicas_is_hit_and_answers_are_those_of_cold
     print(f"{promised} tokens promised, {broken} of them not hit; {hit} hit; {exact} of {len(asked)} as promised")
     assert [found[at]["token_ids"] for at in range(len(asked))] == answers
     assert promised > 20 * 896 and exact >= 0.8 * len(asked)
-    assert broken <= 0.1 * promised  # vLLM may evict what was promised before the request has begun
+    if request.node.callspec.params["replicas"] == "hybrid":  # vLLM's own scheduler may evict what was promised
+        assert broken <= 0.01 * promised
+
+
+def test_what_is_promised_while_nothing_runs_is_hit(replicas: Any, asked: list[list[int]]) -> None:
+    promised = 0
+    for ids in asked[:12]:
+        time.sleep(2.0)  # until the events of the one before have come
+        *_, last = replicas.remote(prompt_token_ids=ids, params=PARAMS, promise=Promise(0, 0))
+        assert last["cached_tokens"] >= last["promised_tokens"]
+        promised += last["promised_tokens"]
+    assert promised > 2 * 896
 
 
 def test_ray_serve_llm_takes_the_router_and_the_server_by_configuration() -> None:
