@@ -34,6 +34,7 @@ from hybrid.commands import parity
 from hybrid.commands.random_checkpoints import Family, random_model
 from hybrid.models.layers import Linear
 from hybrid.models.loading import ARCHITECTURES
+from hybrid.models.moe import Experts
 
 BASE: dict[str, Any] = {
     "vocab_size": 512,
@@ -235,7 +236,9 @@ def write_numbers(engine: Engine, folder: Path) -> None:
     """Write the numbers that a model is computed with as a checkpoint for transformers."""
     model = engine.loaded.model
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    weights |= {f"{name}.weight": each.numbers() for name, each in model.named_modules() if isinstance(each, Linear)}
+    for name, each in model.named_modules():
+        if isinstance(each, Linear | Experts):
+            weights |= {f"{name}.{own}": each.numbers(own) for own in each.scales}
     layouts = ARCHITECTURES[model.config.model_type].layouts
     stored = {}
     for name, weight in weights.items():
@@ -319,9 +322,7 @@ def try_family(name: str, source: Path, folder: Path, kinds: list[str]) -> bool:
             write_numbers(engine, folder / f"numbers of {kind}")
             theirs, of = parity.transformers_logits(folder / f"numbers of {kind}", PROMPT), "the numbers in the file"
         check = parity.compare_logits(kind, found, torch.from_numpy(theirs))
-        four = sum(
-            module.weight.dtype == torch.uint8 for module in engine.loaded.model.modules() if isinstance(module, Linear)
-        )
+        four = sum(weight.dtype == torch.uint8 for weight in engine.loaded.model.parameters())
         print(
             f"{name}, {kind}: {'ok' if check.passed else 'MISS'} against transformers with {of}: {check.detail}; "
             f"{four} weights in four bits"

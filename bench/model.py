@@ -162,6 +162,8 @@ def bytes_of_a_token(engine: Engine) -> float:
             total += share * sum(own.nbytes for own in module.parameters(recurse=False))
             scale = getattr(module, "scale", None)  # of a weight in bytes; of attention it is a number
             total += scale.nbytes if isinstance(scale, torch.Tensor) else 0
+            if isinstance(module, Experts):
+                total += share * sum(own.nbytes for own in module.scales.values())
     return total
 
 

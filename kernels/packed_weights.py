@@ -103,3 +103,9 @@ def unpack(packed: Tensor, scales: Tensor, inputs: int) -> Tensor:
     scale, minimum = scales.float().unsqueeze(-2).unbind(-1)
     numbers = q.view(*weights, blocks, groups, BLOCK // groups).float() * scale + minimum
     return numbers.view(*weights, -1)[..., :inputs]
+
+
+def steps(scales: Tensor, inputs: int) -> Tensor:
+    """The scale of each number of rows, `[..., out, inputs]` fp32."""
+    *rows, _, groups, _ = scales.shape
+    return scales[..., 0].float().repeat_interleave(BLOCK // groups, -1).reshape(*rows, -1)[..., :inputs]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import linear
-from hybrid.kernels.packed_weights import is_packed_weight, unpack
+from hybrid.kernels.packed_weights import is_packed_weight, steps, unpack
 from hybrid.kernels.reference import elementwise
 
 
@@ -65,6 +65,13 @@ class Linear(nn.Module):
         if is_packed_weight(self.weight):
             return unpack(self.weight, self.scale, self.shape[1])
         return self.weight * self.scale.unsqueeze(1)
+
+    def steps(self, name: str = "weight") -> Tensor:
+        """How far the numbers are apart that a quantized weight can have, for each of its numbers, in fp32."""
+        assert self.scale is not None
+        if is_packed_weight(self.weight):
+            return steps(self.scale, self.shape[1])
+        return self.scale.unsqueeze(1).expand(self.shape)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
-from hybrid.kernels.packed_weights import unpack
+from hybrid.kernels.packed_weights import steps, unpack
 from hybrid.kernels.reference import experts
 from hybrid.models.layers import MLP, Linear, squared_relu
 from hybrid.models.weights import Layouts, Source
@@ -148,6 +148,10 @@ class Experts(nn.Module):
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""
         return kernels.silu_and_mul(*y.chunk(2, dim=-1))
+
+    def steps(self, name: str) -> Tensor:
+        """How far the numbers are apart that matrices of four bits can have, for each of their numbers, in fp32."""
+        return steps(self.scales[name], self.sizes[name])
 
 
 class UngatedExperts(Experts):

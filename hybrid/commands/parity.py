@@ -178,18 +178,27 @@ class Judge:
 
 
 TOLERANCE = 1e-4
-"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32."""
+"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32. Of
+quantized weights, too, on the numbers that they stand for: products with them have the bits of products with these
+numbers, so that nothing but the rounding of sums is left."""
 
-QUANTIZED_TOLERANCE = 3e-4
-"""The same of quantized weights, compared with transformers on the numbers that they stand for: they bring what is
-chosen among experts nearer to each other. Products with them have the bits of products with these numbers."""
+ROUNDINGS = 3
+"""That difference of quantized weights, in what random changes of their last bits make of transformers' own model,
+where this is more, and no more than that times `TOLERANCE`. A sum of n products in eight parts is rounded as if weights
+had changed by sqrt(n / 16) / 2 times that, in either model: three times in both together with rows of 288 columns,
+which are longer than those here."""
 
 MAX_ERRORS = 1.5
-"""Largest error allowed in another type, in errors of transformers' own model in that type."""
+"""Largest error allowed in another type, in errors of transformers' own model in that type; and with quantized weights,
+in its errors with weights that are changed at random by as much."""
 
-MAX_QUANTIZATION_ERRORS = {"int8": 0.4, "int4": 1.3}
-"""Largest error allowed of logits of quantized weights, as a fraction of the checkpoint's. Random weights of a hundred
-columns bear four bits badly; logits that have nothing to do with each other differ by 1.4."""
+MAX_ERRORS_OF_EXPERTS = 3
+"""The same with quantized weights, where experts are chosen: their number and not their error is chance in the few rows
+that take another expert, so that nine times as many are three times the error."""
+
+LARGEST_ERRORS = {"int8": 0.4, "int4": 1.3}
+"""Errors of quantized weights that are too large whatever random changes make, as fractions of the logits: those of
+logits that have nothing to do with each other differ by the square root of 2."""
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -302,17 +311,16 @@ def compared_with_transformers(judge: Judge) -> list[int]:
 
 
 def against_transformers(
-    judge: Judge, expected: torch.Tensor, rounded: torch.Tensor | None = None, tolerance: float = TOLERANCE
+    judge: Judge, expected: torch.Tensor, rounded: torch.Tensor | None = None, nudged: torch.Tensor | None = None
 ) -> list[Check]:
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with `[tokens, vocab]` logits of
     transformers' own model in fp32.
 
     Args:
         rounded: its logits in the type of the judge's engine, where that is another: errors are compared.
-        tolerance: as `TOLERANCE`.
+        nudged: its logits with random changes of the last bits of quantized weights.
     """
     ids, decoded = compared_with_transformers(judge), 12
-    has_experts = any(isinstance(module, ExpertRouter) for module in judge.engine.model.modules())
     ways = {
         "logits of a prompt in one pass": len(ids),
         "logits of a prompt in chunks": judge.engine.cache.config.chunk_size,
@@ -322,11 +330,16 @@ def against_transformers(
     for name, share in ways.items():
         ours = prompt_logits(judge.warm(), ids, share)
         checks.append(
-            compare_logits(name, ours, expected, tolerance)
+            compare_logits(name, ours, expected, nudged)
             if rounded is None
-            else compare_errors(name, ours, rounded, expected, has_experts)
+            else compare_errors(name, ours, rounded, expected, chooses_experts(judge.engine))
         )
     return checks
+
+
+def chooses_experts(engine: Engine) -> bool:
+    """Tell whether a model has mixtures of experts."""
+    return any(isinstance(module, ExpertRouter) for module in engine.model.modules())
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
@@ -349,9 +362,15 @@ def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
     return torch.cat(logits).cpu()
 
 
-def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = TOLERANCE) -> Check:
-    """Compare logits `[tokens, vocab]`: largest difference, and the most likely token where it is clear."""
-    bound = tolerance * float(theirs.max() - theirs.min())
+def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor, nudged: torch.Tensor | None = None) -> Check:
+    """Compare logits `[tokens, vocab]`: largest difference, and the most likely token where it is clear.
+
+    Args:
+        nudged: theirs with random changes of the last bits of weights.
+    """
+    bound = TOLERANCE * float(theirs.max() - theirs.min())
+    if nudged is not None:
+        bound = min(max(bound, ROUNDINGS * float((nudged - theirs).abs().max())), ROUNDINGS * bound)
     worst = float((ours - theirs).abs().max())
     top = theirs.topk(2, dim=-1).values
     clear = top[:, 0] - top[:, 1] > bound
@@ -491,12 +510,10 @@ def check_all(
         note("drafts: right ones, wrong ones, and some that are none")
         checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, types, process)
     note("logits against those of transformers")
-    logits, *rounded = (torch.from_numpy(each.result()) for each in theirs)
+    logits = {name: torch.from_numpy(each.result()) for name, each in theirs.items()}
     if types.load_dtype is not None:
-        checks.insert(0, of_quantization(judge, rounded.pop(), types.load_dtype))
-    in_type = rounded[0] if rounded else None
-    tolerance = TOLERANCE if types.load_dtype is None else QUANTIZED_TOLERANCE
-    checks = against_transformers(judge, logits, in_type, tolerance) + checks
+        checks.insert(0, of_quantization(judge, logits["exact"], logits["changed"], types.load_dtype))
+    checks = against_transformers(judge, logits["exact, as here"], logits.get("rounded"), logits.get("nudged")) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
     return Parity(checks, preparation)
@@ -504,24 +521,56 @@ def check_all(
 
 def submitted_logits(
     judge: Judge, path: Path, ids: Sequence[int], types: Types, process: Executor
-) -> list[Future[np.ndarray[Any, Any]]]:
-    """What transformers computes: logits in float32, in the model's type where that is another, and, of quantized
-    weights, of the checkpoint as it is in float32. The first ones are of the numbers that quantized weights stand
-    for."""
-    asked = [(path, each) for each in dict.fromkeys(("float32", types.dtype))]
-    folder = None
+) -> dict[str, Future[np.ndarray[Any, Any]]]:
+    """What transformers computes, by name: logits of the numbers that are computed with here, in float32 (`"exact, as
+    here"`), and in the model's type where that is another (`"rounded"`). Of quantized weights also logits of the
+    checkpoint as it is, in float32 (`"exact"`), of one that is changed at random by as much as rounding changes it, in
+    the model's type (`"changed"`), and in float32 of the numbers computed with, with other last bits (`"nudged"`)."""
+    folder, asked = None, {"exact, as here": (path, "float32"), "rounded": (path, types.dtype)}
     if types.load_dtype is not None:
-        folder = Path(mkdtemp())
-        write_numbers(judge.engine, path, folder)
-        asked = [(folder, each) for _, each in asked] + [(path, "float32")]
-    found = [process.submit(transformers_logits, of, ids, each) for of, each in asked]
+        folder, generator = Path(mkdtemp()), torch.Generator().manual_seed(0)
+        makers = {"numbers": represented, "changed": changed_at_random, "nudged": nudged_at_random}
+        for name, maker in makers.items():
+            write_numbers(judge.engine, path, folder / name, partial(maker, generator))
+        asked = {name: (folder / "numbers", dtype) for name, (_, dtype) in asked.items()}
+        asked["changed"] = folder / "changed", types.dtype
+        asked["nudged"] = folder / "nudged", "float32"
+        asked["exact"] = path, "float32"
+    del asked["rounded" if types.dtype == "float32" else "nudged"]
+    found = {name: process.submit(transformers_logits, of, ids, dtype) for name, (of, dtype) in asked.items()}
     if folder is not None:
-        found[-1].add_done_callback(lambda _: rmtree(folder))  # jobs are computed in order
+        found["exact"].add_done_callback(lambda _: rmtree(folder))  # jobs are computed in order
     return found
 
 
-def write_numbers(engine: Engine, path: Path, folder: Path) -> None:
-    """Write a checkpoint again, with the numbers that the quantized weights of an engine stand for."""
+def represented(generator: torch.Generator, module: Linear | Experts, name: str, exact: torch.Tensor) -> torch.Tensor:
+    """The numbers that the quantized weight of a name stands for; `exact` are those of the checkpoint."""
+    return module.numbers(name)
+
+
+def nudged_at_random(
+    generator: torch.Generator, module: Linear | Experts, name: str, exact: torch.Tensor
+) -> torch.Tensor:
+    """The numbers that a quantized weight stands for, each changed by up to a unit of its last bit in float32."""
+    numbers = module.numbers(name)
+    return numbers * (1 + 2.0**-22 * (torch.rand(numbers.shape, generator=generator) - 0.5))
+
+
+def changed_at_random(
+    generator: torch.Generator, module: Linear | Experts, name: str, exact: torch.Tensor
+) -> torch.Tensor:
+    """The numbers of the checkpoint, each changed as rounding might: by up to half of its step, evenly, which is the
+    step over the square root of 12 in root mean square."""
+    return exact + module.steps(name) * (torch.rand(exact.shape, generator=generator) - 0.5)
+
+
+Numbers = Callable[[Linear | Experts, str, torch.Tensor], torch.Tensor]
+"""Makes the numbers of a weight, by the module that has it quantized and its name there, of what the checkpoint has."""
+
+
+def write_numbers(engine: Engine, path: Path, folder: Path, numbers_of: Numbers) -> None:
+    """Write a checkpoint again, with other numbers in place of the weights that an engine has quantized."""
+    folder.mkdir(parents=True, exist_ok=True)
     model = engine.loaded.model
     for file in path.glob("*.json"):
         if not file.name.endswith(".index.json"):
@@ -529,22 +578,34 @@ def write_numbers(engine: Engine, path: Path, folder: Path) -> None:
     on_disk = {name: each.tensor() for name, each in stored_tensors(path).items()}
     for name, module in model.named_modules():
         for own in module.scales if isinstance(module, Linear | Experts) else ():
-            ways, numbers = type(model).layouts(f"{name}.{own}", model.config), module.numbers(own)
-            for source in max(ways, key=lambda way: sum(source.name in on_disk for source in way)):
+            ways = type(model).layouts(f"{name}.{own}", model.config)
+            sources = max(ways, key=lambda way: sum(source.name in on_disk for source in way))
+            exact = torch.empty(module.steps(own).shape)
+            places = []
+            for source in sources:
                 tensor = on_disk[source.name] = on_disk[source.name].float()
-                part = numbers[source.at].mT if source.transposed else numbers[source.at]
-                tensor[slice(None) if source.rows is None else source.rows] = part
+                rows: Any = slice(None) if source.rows is None else source.rows
+                exact[source.at] = tensor[rows].mT if source.transposed else tensor[rows]
+                places.append((source, tensor, rows))
+            numbers = numbers_of(module, own, exact)
+            for source, tensor, rows in places:
+                tensor[rows] = numbers[source.at].mT if source.transposed else numbers[source.at]
     save_file(on_disk, folder / "model.safetensors", {"format": "pt"})
 
 
-def of_quantization(judge: Judge, exact: torch.Tensor, load_dtype: str) -> Check:
-    """Compare logits of quantized weights with those of the checkpoint in transformers in float32: their root mean
-    square, as a fraction of that of the logits."""
+def of_quantization(judge: Judge, exact: torch.Tensor, changed: torch.Tensor, load_dtype: str) -> Check:
+    """Compare errors of logits of quantized weights with those of a checkpoint that is changed at random.
+
+    Args:
+        exact: logits of the checkpoint in transformers in float32.
+        changed: of the checkpoint that is changed, in transformers in the type of the model.
+    """
     ids = compared_with_transformers(judge)
-    ours = prompt_logits(judge.warm(), ids, len(ids))
-    error = float((ours - exact).square().mean().sqrt() / exact.square().mean().sqrt())
-    bound = MAX_QUANTIZATION_ERRORS[load_dtype.partition(":")[0]]
-    detail = f"error {error:.1e} of the checkpoint's logits in float32, allowed {bound}"
+    ours, scale = prompt_logits(judge.warm(), ids, len(ids)), exact.square().mean().sqrt()
+    error, expected = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, changed))
+    factor = MAX_ERRORS_OF_EXPERTS if chooses_experts(judge.engine) else MAX_ERRORS
+    bound = min(factor * expected, LARGEST_ERRORS[load_dtype.partition(":")[0]])
+    detail = f"error {error:.1e}, by random changes of the same size {expected:.1e}, allowed {bound:.1e}"
     return Check(f"{load_dtype} against the checkpoint", error <= bound, None, detail)
 
 

@@ -99,6 +99,11 @@ def test_logits_that_are_off_are_noticed() -> None:
     off = theirs.clone()
     off[7, 3] += 0.01
     assert not parity.compare_logits("off", off, theirs).passed
+    nudged = theirs + (off - theirs) / 2
+    assert not parity.compare_logits("further off than roundings", off, theirs, nudged).passed
+    near = theirs + (off - theirs) / 8
+    assert not parity.compare_logits("off", near, theirs).passed
+    assert parity.compare_logits("as roundings", near, theirs, nudged).passed
 
 
 def test_parity_compares_rounding_apart_from_rows_in_which_another_expert_is_chosen() -> None:

@@ -1,5 +1,6 @@
 """Weights of four bits: what they stand for, and models that are computed with them."""
 
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -95,7 +96,7 @@ WITH_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "group"), zip(WITH_EXPERTS, cycle(packed_weights.GROUPS)))
+@pytest.mark.parametrize(("family", "group"), [*zip(WITH_EXPERTS, cycle(packed_weights.GROUPS))])
 def test_experts_have_four_bits_and_logits_those_of_their_numbers_in_transformers(
     family: str, group: int, tmp_path: Path
 ) -> None:
@@ -116,8 +117,7 @@ def test_experts_have_four_bits_and_logits_those_of_their_numbers_in_transformer
     cold, warm = (engine.generate([prompt], GREEDY, progress=False)[0] for _ in range(2))
     assert warm.usage.cached_tokens >= 128
     assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
-    numbers.mkdir()
-    parity.write_numbers(engine, path, numbers)
+    parity.write_numbers(engine, path, numbers, partial(parity.represented, torch.Generator()))
     theirs = torch.from_numpy(parity.transformers_logits(numbers, prompt))
     found = parity.prompt_logits(engine, prompt, len(prompt))
     assert parity.compare_logits(family, found, theirs).passed
@@ -133,3 +133,36 @@ def test_answers_are_those_of_the_weights_that_the_bits_stand_for(tmp_path: Path
             exact.loaded.model.get_submodule(name).weight = torch.nn.Parameter(whole, requires_grad=False)
     outputs = [each.generate([list(range(5, 155))], GREEDY, progress=False)[0] for each in (engine, exact)]
     assert outputs[0].logprobs == outputs[1].logprobs
+
+
+@pytest.mark.parametrize("load_dtype", ["int8", "int4:32"])
+def test_quantization_is_as_far_off_as_random_changes_of_its_size_and_a_wrong_weight_is_not(
+    load_dtype: str, tmp_path: Path
+) -> None:
+    path = write_random_checkpoint(tmp_path / "checkpoint", "lfm2")
+    engine = Engine.from_pretrained(path, device="cpu", dtype="float32", load_dtype=load_dtype, cache=SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    parity.write_numbers(engine, path, tmp_path / "changed", partial(parity.changed_at_random, generator))
+    judge = parity.Judge(engine)
+    ids = parity.compared_with_transformers(judge)
+    exact, changed = (torch.from_numpy(parity.transformers_logits(of, ids)) for of in (path, tmp_path / "changed"))
+    check = parity.of_quantization(judge, exact, changed, load_dtype)
+    assert check.passed, check.detail
+    module = engine.loaded.model.get_submodule("model.layers.1.self_attn.o_proj")
+    assert isinstance(module, Linear) and module.scale is not None
+    module.scale *= -1  # of one product
+    wrong = parity.of_quantization(judge, exact, changed, load_dtype)
+    assert not wrong.passed, wrong.detail
+
+
+@pytest.mark.parametrize("load_dtype", ["int8", "int4:128"])
+def test_random_changes_are_even_within_half_a_step(load_dtype: str, tmp_path: Path) -> None:
+    path = write_random_checkpoint(tmp_path / "checkpoint", "lfm2_moe")
+    engine = Engine.from_pretrained(path, device="cpu", dtype="float32", load_dtype=load_dtype, cache=SETTINGS)
+    for module in engine.loaded.model.modules():
+        for name in module.scales if isinstance(module, Linear | Experts) else ():
+            numbers, steps = module.numbers(name), module.steps(name)
+            changed = parity.changed_at_random(torch.Generator().manual_seed(0), module, name, numbers)
+            shares = (changed - numbers)[steps > 0] / steps[steps > 0]
+            assert shares.abs().max() <= 0.5 + 1e-3
+            torch.testing.assert_close(shares.square().mean().sqrt(), torch.tensor(12**-0.5), rtol=0.05, atol=0)
