@@ -130,10 +130,10 @@ class Experts(nn.Module):
         y = self.product("down_proj", y, order, ends, 0, num_prompt)
         return kernels.combine_experts(y, places, weights)
 
-    def product(self, name: str, x: Tensor, *pairs: Any) -> Tensor:
+    def product(self, name: str, x: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
         """`expert_linear` of rows and the matrices of a name."""
-        y: Tensor = kernels.expert_linear(x, getattr(self, name), *pairs, self.scales.get(name))
-        return y
+        weight: Tensor = getattr(self, name)
+        return kernels.expert_linear(x, weight, order, ends, top_k, num_prompt, self.scales.get(name))
 
     def set_quantized(self, name: str, weight: Tensor, scales: Tensor) -> None:
         """Take matrices of four bits in place of those of a name."""
