@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from hybrid.kernels.reference.attention import gathered
 from hybrid.kernels.reference.scored_attention import Scores, paged_scored_attention, scored_attention
 from hybrid.models.engine_model import EngineModel
 from hybrid.models.torch_functions import use_torch_functions_on_cpu, without_kernels
+from hybrid.models.transformers_types import STATES_ARE_READ
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -425,9 +427,8 @@ class Probe:
         if unknown or "chunked_attention" in types:
             raise self.refused(f"it has cache layers of {', '.join(unknown) or 'chunked attention'}")
         cache.update = self._keep
-        for kind in STATE_KINDS:
-            for method in (f"get_{kind.removesuffix('s')}", f"update_{kind.removesuffix('s')}"):
-                setattr(cache, method, self._noting(kind, getattr(cache, method)))
+        if any("LinearAttention" in type(layer).__name__ for layer in cache.layers):
+            self._note_states(cache)
         hooks = [
             hook
             for module in self._model.modules()
@@ -443,6 +444,17 @@ class Probe:
             for hook in hooks:
                 hook.remove()
         return self._found(cache)
+
+    def _note_states(self, cache: Any) -> None:
+        """Note who reads and writes the states in a cache."""
+        for kind in STATE_KINDS:
+            for method in (f"get_{kind.removesuffix('s')}", f"update_{kind.removesuffix('s')}"):
+                if not hasattr(cache, method):
+                    raise self.refused(
+                        f"layers with states are computed with transformers from version {STATES_ARE_READ} on, and "
+                        f'installed is {version("transformers")}: pip install -U "transformers>={STATES_ARE_READ}"'
+                    )
+                setattr(cache, method, self._noting(kind, getattr(cache, method)))
 
     def _leave(self) -> None:
         self._inside.pop()

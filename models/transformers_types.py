@@ -15,6 +15,9 @@ NEEDED = {
 }
 """Model types that older allowed versions of transformers lack, and the first version that has each."""
 
+STATES_ARE_READ = "5.21"
+"""The first version of transformers whose cache is asked for states, in place of its layers."""
+
 
 def is_new_enough(model_type: str) -> bool:
     """Tell whether the installed transformers is of a version that has a type."""

@@ -621,12 +621,12 @@ FAMILIES = {name: family for name, family in ALL_FAMILIES.items() if is_new_enou
 
 
 def is_comparable(name: str) -> bool:
-    """Tell whether the transformers that is installed computes a family as its models were trained: before 5.23 it
-    normalises the groups of a Bamba all together, and 5.16 rotates whole heads of a RecurrentGemma, not half of each
-    one."""
-    has_groups = FAMILIES[name].settings.get("mamba_n_groups", 1) > 1
-    is_other = has_groups or name.startswith("recurrent_gemma")
-    return not is_other or Version(version("transformers")) >= Version("5.23")
+    """Tell whether the transformers that is installed computes a family as its models were trained, and with the
+    settings of its random checkpoint: before 5.23 it normalises the groups of a Bamba all together, and 5.16 rotates
+    whole heads of a RecurrentGemma, not half of each one; before 5.19 the bound of gpt-oss's gates is 7."""
+    settings, installed = FAMILIES[name].settings, Version(version("transformers"))
+    is_other = settings.get("mamba_n_groups", 1) > 1 or name.startswith("recurrent_gemma")
+    return installed >= Version("5.23" if is_other else "5.19" if "swiglu_limit" in settings else "0")
 
 
 def random_model(family: Family, seed: int = 0) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.commands import parity
-from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import FAMILIES, is_comparable, write_random_checkpoint
 from hybrid.kernels import packed_weights
 from hybrid.kernels.ops import linear
 from hybrid.models.layers import Linear
@@ -117,6 +117,8 @@ def test_experts_have_four_bits_and_logits_those_of_their_numbers_in_transformer
     cold, warm = (engine.generate([prompt], GREEDY, progress=False)[0] for _ in range(2))
     assert warm.usage.cached_tokens >= 128
     assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+    if not is_comparable(family):
+        pytest.skip("the installed transformers computes it otherwise than it was trained")
     parity.write_numbers(engine, path, numbers, partial(parity.represented, torch.Generator()))
     theirs = torch.from_numpy(parity.transformers_logits(numbers, prompt))
     found = parity.prompt_logits(engine, prompt, len(prompt))
