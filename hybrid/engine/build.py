@@ -15,8 +15,8 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.checks import DTYPE_NAMES, integer, is_file, shown
+from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.cuda_graphs import CapturedPasses, Ran
+from hybrid.engine.captured_passes import CapturedPasses, Ran
 from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states

@@ -24,7 +24,7 @@ from torch import Tensor
 from hybrid.batch import Batch, Group
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.cuda_graphs import CapturedModel
+from hybrid.engine.captured_passes import CapturedModel
 from hybrid.engine.padding import Padding
 from hybrid.engine.planner import ALIGNMENT
 from hybrid.engine.step import Part

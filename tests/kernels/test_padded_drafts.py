@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine, SpeculationConfig
-from hybrid.engine.cuda_graphs import CapturedPasses
+from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.padding import MAX_ROWS_WITH_DRAFTS, Padding, padding_of
 from hybrid.engine.replay import Replay, replay_states
 from hybrid.engine.results import Verification

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine
-from hybrid.engine.cuda_graphs import CapturedPasses
+from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.padding import Padding
 from hybrid.engine.step import Step
 from support.engines import GRID, greedy, ids

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
-from hybrid.engine import cuda_graphs, drafting, predictor
+from hybrid.engine import captured_passes, drafting, predictor
 from hybrid.engine.capture import capture_for
 from hybrid.engine.predictor import ChainNumbers
 from hybrid.engine.replay import Replay, ReplayOfAll
@@ -99,7 +99,7 @@ def test_a_step_of_several_requests_and_one_with_drafts_are_one_capture(model: E
 
 
 def test_graphs_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(captured_passes, "MAX_GRAPHS", 2)
     prompts = prompts_of(model, 3)
     plain = engine_of(model).generate(prompts, greedy(30), progress=False)
     known = known_of(plain)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid import Engine, SpeculationConfig
 from hybrid.engine.capture import WARM_UPS, Capture
-from hybrid.engine.cuda_graphs import CapturedPasses
+from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid import Engine, SamplingParams
 from hybrid.engine import results, sampler
-from hybrid.engine.cuda_graphs import SharedLogits
+from hybrid.engine.captured_passes import SharedLogits
 from hybrid.engine.model_runner import Pending
 from hybrid.engine.padding import Padding, padding_of
 from hybrid.engine.planner import ALIGNMENT, Plan, PlanBuffer, plan
@@ -68,7 +68,7 @@ def test_answers_with_prompts_through_graphs_are_those_without(
     engine = Engine(made.loaded, made.cache, replace(made.config, overlap=True), runner=runner)
     params = [greedy(5 + n % 3, logprobs=2) if n % 2 else greedy(9, temperature=1.0, seed=n) for n in range(8)]
     names, outputs = {}, {}
-    with caplog.at_level("INFO", logger="hybrid.engine.cuda_graphs"):
+    with caplog.at_level("INFO", logger="hybrid.engine.captured_passes"):
         for n, own in enumerate(params):
             prompt = ids(2 * GRID, seed=9) + ids(5 + 3 * n, seed=n)
             names[engine.add_request(prompt, own)] = prompt, own
@@ -107,10 +107,10 @@ def test_a_capture_that_fails_is_told_once_and_steps_go_on_without(
 
     expected = engine_on(tiny, deterministic=True).generate(prompts, params, progress=False)
     engine, graphs = with_graphs(engine_on(tiny, deterministic=True), capture)
-    with caplog.at_level("WARNING", logger="hybrid.engine.cuda_graphs"):
+    with caplog.at_level("WARNING", logger="hybrid.engine.captured_passes"):
         outputs = engine.generate(prompts, params, progress=False)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
-    told = [record.getMessage() for record in caplog.records if record.name == "hybrid.engine.cuda_graphs"]
+    told = [record.getMessage() for record in caplog.records if record.name == "hybrid.engine.captured_passes"]
     assert (len(calls), len(graphs.graphs), len(told)) == (2, 1, 1)
     assert "OutOfMemoryError: CUDA out of memory" in told[0]
     assert_nothing_held(engine)
@@ -302,7 +302,7 @@ def test_a_graph_runs_only_plans_of_its_layout(tiny: Engine) -> None:
 
 
 def test_the_graph_that_was_not_used_for_longest_goes(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.engine.cuda_graphs.MAX_GRAPHS", 2)
+    monkeypatch.setattr("hybrid.engine.captured_passes.MAX_GRAPHS", 2)
     sizes: list[int] = []
 
     def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -329,7 +329,7 @@ def test_a_layout_with_prompts_is_captured_when_it_occurs_again(
     tiny: Engine, limits: dict[str, int], occurs: list[int], captured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, limit in limits.items():
-        monkeypatch.setattr(f"hybrid.engine.cuda_graphs.{name}", limit)
+        monkeypatch.setattr(f"hybrid.engine.captured_passes.{name}", limit)
     captures: list[int] = []
 
     def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
