@@ -3,12 +3,13 @@
 mode; our threads; what a decode step consists of; a family of models against Qwen3.5.
 
     python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only PART ...] [--json]
-    python bench/cpu.py --family NAME [--dtype float32] [--json]
+    python bench/cpu.py --family NAME [--dtype float32] [--cpu-time] [--json]
 
 `--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
 side runs alone. int8 is compared with its q8_0, int4 with its Q4_K_M, the others with the same type. With transformers,
 in the faster of float32 and bfloat16, all types are compared at once. Medians of runs that alternate between the sides.
-Exit status 1 when a target is missed.
+`--cpu-time` counts the CPU time of this process instead of the clock, for cores with other work: with one thread, and
+not against llama.cpp's programs. Exit status 1 when a target is missed.
 
     cmake -B build -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF
     cmake --build build --target llama-bench llama-batched-bench llama-quantize llama-server
@@ -396,8 +397,13 @@ def main() -> int:
     parser.add_argument(
         "--family", choices=sorted(OF_FAMILIES), help="a family of models against Qwen3.5, and nothing else"
     )
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of this process instead of the clock")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, metavar="PART", help=", ".join(PARTS))
     args = parser.parse_args()
+    if args.cpu_time:
+        if args.threads > 1 or args.llama or (not args.family and {"server", "threads"} & set(args.only)):
+            parser.error("--cpu-time is of one thread of this process: it goes with --family, or --only of others")
+        time.perf_counter = time.process_time
     if args.family:
         torch.set_num_threads(args.threads)
         return finish(of_family(args.family, how(args.dtype), args.runs), args, model=args.family, dtype=args.dtype)

@@ -116,6 +116,14 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**SIZES, **EXPERTS, "layer_types": LINEAR, "shared_expert_intermediate_size": 896},
     "qwen3_5_text": {**SIZES, "layer_types": LINEAR},
     "qwen3_next": {**SIZES, **EXPERTS, "layer_types": LINEAR, "shared_expert_intermediate_size": 896},
+    "recurrent_gemma": {
+        **FULL,
+        "intermediate_size": 3584,  # of gate and up together
+        "num_key_value_heads": 1,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "lru_width": 640,
+        "attention_window_size": 512,
+    },
 }
 """Sizes of models of about as many parameters, by the names of `hybrid.commands.random_checkpoints.FAMILIES`."""
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.ops import linear
+from hybrid.kernels.packed_weights import GROUPS, quantize
 from support.tensors import same_bits
 
 pytestmark = pytest.mark.usefixtures("untraced")  # the lines of other tests, through interpreted kernels
@@ -51,6 +52,29 @@ def test_a_row_does_not_depend_on_the_other_rows(
         assert same_bits(linear(x[order], weight, scale=scale), together[order])
         start = ROWS - count
         assert same_bits(linear(x[start:], weight, scale=scale), together[start:])
+
+
+FOUR_BITS = torch.uint8
+"""The type of weights of four bits, two in a byte."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8, FOUR_BITS])
+def test_up_to_257_rows_have_the_bits_that_they_have_among_others(stored: torch.dtype, dtype: torch.dtype) -> None:
+    if stored == torch.float32 and dtype == torch.bfloat16:
+        return  # a model has no such weights
+    for _ in range(3):
+        outputs, inputs = map(int, torch.randint(1, 300, (2,)))
+        x = torch.randn(300, inputs).to(dtype)
+        if stored == FOUR_BITS:
+            weight, scale = quantize(torch.randn(outputs, inputs), GROUPS[int(torch.randint(3, ()))])
+        else:
+            weight = weight_of(outputs, inputs, stored, is_by_columns=False)
+            scale = torch.rand(outputs) if stored == torch.int8 else None
+        together = linear(x, weight, scale=scale)
+        for count in range(1, 258):
+            places = torch.randperm(300)[:count]
+            assert same_bits(linear(x[places], weight, scale=scale), together[places]), (outputs, inputs, count)
 
 
 @pytest.mark.parametrize("shift", [1, 3, 7])
