@@ -12,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hybrid import CacheConfig, CheckpointError, Engine, SamplingParams
 from hybrid.commands.random_checkpoints import FAMILIES, Family, write_random_checkpoint
+from hybrid.models.moe import Experts
 
 CACHE = CacheConfig(memory="8MiB")
 SIZES = {"intermediate_size": 32, "swiglu_limit": 7.0}
@@ -42,11 +43,16 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
-def test_answers_are_those_of_the_numbers_that_transformers_restores(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("load_dtype", [None, "int4:32"])
+def test_answers_are_those_of_the_numbers_that_transformers_restores(
+    load_dtype: str | None, folders: tuple[Path, Path]
+) -> None:
     params, prompt = SamplingParams(max_new_tokens=12, logprobs=3, ignore_eos=True), [*range(5, 60)]
     found = []
     for folder in folders:
-        engine = Engine.from_pretrained(folder, device="cpu", dtype="float32", cache=CACHE)
+        engine = Engine.from_pretrained(folder, device="cpu", dtype="float32", load_dtype=load_dtype, cache=CACHE)
+        kinds = {module.down_proj.dtype for module in engine.loaded.model.modules() if isinstance(module, Experts)}
+        assert (kinds == {torch.uint8}) == (load_dtype is not None)
         (output,) = engine.generate([prompt], params, progress=False)
         found.append((output.token_ids, output.logprobs))
     assert found[0] == found[1]
