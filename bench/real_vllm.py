@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 """Real vLLM on a CPU with this scheduler and without: answers, hits, leaks, streams, aborts. No scheduler is imitated.
 
-    .venv-vllm-cpu/bin/python bench/real_vllm.py                  # after make served; ten minutes
+    .venv-vllm-cpu/bin/python bench/real_vllm.py                  # after make served; 25 minutes of CPU
     .venv-vllm-cpu/bin/python bench/real_vllm.py --models tiny --no-serve
 
 Every model is served three times: without a prefix cache, by vLLM's own scheduler, and by this one, each time in a
 process of its own, under a pool of blocks that is far too small for what comes: one request after the other, many at
 once, several answers to a prompt, two LoRA adapters, requests that are aborted. Then `vllm serve` the same, over HTTP,
-with streams of which some are broken off. Answers must be those without a prefix cache. Exit status 2 when anything is
-wrong.
+with streams of which some are broken off, by one engine and by two (data parallel). Answers must be those without a
+prefix cache. Exit status 2 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ SMALL_POOL = 60  # of 128 tokens
 WIDTH = 16
 ANSWER = 8
 RANK = 8
+
+APART = {token: token / 2**14 for token in range(1024)}
+"""A bias of tokens by number: in bfloat16 two may be the most likely ones, and either is drawn. This parts them."""
 
 WITHOUT_LORA = ("granitemoehybrid",)
 """vLLM computes experts with adapters by Triton, which has no CPU."""
@@ -206,9 +209,7 @@ def in_process(model: Path, side: str, blocks: int, folders: list[Path]) -> dict
     given = prompts(6, 150)
     generate("at once", given, [SamplingParams(max_tokens=ANSWER, **greedy)] * len(given))
     given = prompts(7, 12)
-    # In bfloat16 two tokens may be the most likely ones, and then either is drawn: a bias by number parts them.
-    apart = {token: token / 2**14 for token in range(1024)}
-    several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER, "logit_bias": apart}
+    several = {**greedy, "temperature": 1.0, "top_k": 1, "n": 3, "max_tokens": ANSWER, "logit_bias": APART}
     generate("n", given, [SamplingParams(**several)] * len(given))
     if folders:
         # The same prompts with either: what is cached of one is no hit of the other. None is without: on a CPU, vLLM
@@ -261,23 +262,27 @@ def differing(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> dict[st
 
 
 @contextmanager
-def server(model: Path, side: str, blocks: int, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run `vllm serve`. Yields its address, and its process."""
+def server(
+    model: Path, side: str, blocks: int, folder: Path, ranks: int = 1
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run `vllm serve`, with one engine or several. Yields its address, and its process."""
     port = random.randrange(20_000, 40_000)
     command = [Path(sys.executable).with_name("vllm"), "serve", model, "--port", port, "--enforce-eager"]
     command += ["--max-model-len", 2048, "--max-num-seqs", WIDTH, "--served-model-name", "served"]
+    if ranks > 1:
+        command += ["--data-parallel-size", ranks, "--api-server-count", 1]
     if side == "none":
         command += ["--no-enable-prefix-caching"]
     else:
         command += ["--enable-prefix-caching", "--mamba-cache-mode", "align", "--num-gpu-blocks-override", blocks]
     if side == "hybrid":
         command += ["--scheduler-cls", SCHEDULER]
-    metrics, package = folder / f"metrics-{side}", folder / "vllm-cpu.dist-info"
+    metrics, package = folder / f"metrics-{side}-{ranks}", folder / "vllm-cpu.dist-info"
     metrics.mkdir()
     package.mkdir(exist_ok=True)  # the command looks for the version of "vllm", of which the package is "vllm-cpu"
     (package / "METADATA").write_text(f"Name: vllm\nVersion: {version('vllm-cpu')}+cpu\n", encoding="utf-8")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (folder / f"serve-{side}.log").open("w", encoding="utf-8") as log:
+    with (folder / f"serve-{side}-{ranks}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [*map(str, command)],
             stdout=log,
@@ -309,6 +314,7 @@ async def over_http(address: str, process: subprocess.Popen[bytes]) -> dict[str,
         async def text(place: int, ids: list[int]) -> str:
             """The answer as a stream or in one piece; every fifth stream is broken off after its first part."""
             asked = {"model": "served", "prompt": ids, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+            asked["logit_bias"] = APART
             if place % 2:
                 async with session.post("/v1/completions", json=asked) as response:
                     return str((await response.json())["choices"][0]["text"])
@@ -321,7 +327,7 @@ async def over_http(address: str, process: subprocess.Popen[bytes]) -> dict[str,
                             return ""
             return "".join(parts)
 
-        for _ in range(600):
+        for _ in range(2400):
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with {process.returncode}")
             try:
@@ -340,12 +346,12 @@ async def over_http(address: str, process: subprocess.Popen[bytes]) -> dict[str,
 
 
 def served(model: Path, folder: Path, blocks: int) -> list[Line]:
-    """The lines of `vllm serve`."""
+    """The lines of `vllm serve`, with one engine and with two."""
     runs: dict[str, dict[str, Any]] = {}
     for side in SIDES:
         with server(model, side, blocks, folder) as started:
             runs[side] = asyncio.run(over_http(*started))
-        runs[side]["log"] = (folder / f"serve-{side}.log").read_text(encoding="utf-8")
+        runs[side]["log"] = (folder / f"serve-{side}-1.log").read_text(encoding="utf-8")
 
     def metric(side: str, name: str) -> float:
         return sum(value for key, value in runs[side]["metrics"].items() if key.split("{")[0] == name)
@@ -364,7 +370,30 @@ def served(model: Path, folder: Path, blocks: int) -> list[Line]:
     theirs = sum("hybrid" in line for line in runs["vllm"]["log"].splitlines())
     names = [name for name in runs["vllm"]["metrics"] if name.startswith("hybrid")]
     lines.append(check("vllm serve without the flag: nothing of ours", not theirs and not names, f"{theirs}, {names}"))
-    return lines
+    return lines + data_parallel(model, folder, blocks, runs["none"]["answers"])
+
+
+def data_parallel(model: Path, folder: Path, blocks: int, expected: list[str]) -> list[Line]:
+    """The lines of `vllm serve` with two engines, each with a scheduler and a mirror of its own.
+
+    Args:
+        expected: the answers without a prefix cache.
+    """
+    with server(model, "hybrid", blocks, folder, ranks=2) as started:
+        run = asyncio.run(over_http(*started))
+    wrong = sum(a != b for a, b in zip(expected, run["answers"], strict=True))
+
+    def by_engine(name: str) -> list[float]:
+        found = {key: value for key, value in run["metrics"].items() if key.split("{")[0] == name}
+        return [sum(value for key, value in found.items() if f'engine="{engine}"' in key) for engine in (0, 1)]
+
+    hits, own = by_engine("vllm:prefix_cache_hits_total"), by_engine("hybrid_hit_tokens_total")
+    failed = by_engine("hybrid_failed")
+    return [
+        check("two engines: answers", not wrong, f"{wrong} of {len(run['answers'])} differ"),
+        check("two engines: hits of each in /metrics", hits == own and min(own) > 0, f"{hits} and {own}"),
+        check("two engines: no mirror has failed", not any(failed), str(failed)),
+    ]
 
 
 def main() -> int:

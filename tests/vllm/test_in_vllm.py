@@ -177,6 +177,35 @@ def test_a_request_that_waits_keeps_what_was_cached_of_it_when_it_came() -> None
     assert hits[0] < hits[1] == 4 * BLOCK
 
 
+def test_each_rank_of_data_parallel_serving_has_a_mirror_of_its_own() -> None:
+    given = conversations(11, 60)
+
+    def rank_of(size: int, rank: int) -> Served:
+        def settings(config: SimpleNamespace) -> None:
+            config.parallel_config.data_parallel_size = size
+            config.parallel_config.data_parallel_rank = config.parallel_config.data_parallel_index = rank
+
+        return Served(60 * BLOCK_BYTES, {}, at_once=True, chunk=4096, settings=settings)
+
+    alone = rank_of(1, 0)
+    alone.serve(given[::2], 6)
+    ranks = [rank_of(2, rank) for rank in range(2)]
+    # One has requests only while the other has: a rank without any is asked for a pass all the same, a dummy batch.
+    requests = [ranks[1].add(*one) for one in given[1::2]]
+    while ranks[1].step():
+        assert not ranks[0].step()
+    assert all(request.is_finished() for request in requests)
+    ranks[0].serve(given[::2], 6)
+    assert not ranks[1].step()
+    for served in (alone, *ranks):
+        sound(served)
+        assert served.mirror is not None
+        assert served.mirror.counts.differing == 0 < served.mirror.counts.hit_tokens
+    assert ranks[0].hit_tokens == alone.hit_tokens
+    lookups = [served.mirror.counts.lookups for served in ranks if served.mirror is not None]
+    assert lookups == [30, 30]
+
+
 def test_an_error_leaves_vllm_with_its_own_queue(caplog: pytest.LogCaptureFixture) -> None:
     served = Served(60 * BLOCK_BYTES, {}, at_once=True)
     mirror, given = served.mirror, conversations(5, 60)
