@@ -159,10 +159,9 @@ class FleetStream(AsyncIterator[RequestOutput]):
         """
         self._fleet.state.begin(self._route)
         for _ in range(MAX_TRIES):
-            handle = self._fleet.handle.options(stream=True, method_name="stream")
             promise = Promise(self._route.number, 0)
             try:
-                self._responses = handle.remote(
+                self._responses = self._fleet.streaming.remote(
                     promise=promise, prompt=self._prompt, params=self._params, namespace=self._namespace
                 )
                 first = await anext(self._responses)
@@ -243,6 +242,7 @@ class FleetEngine:
         settings: of the fleet.
 
     Attributes:
+        streaming: the handle of their method `stream`.
         engine: makes requests of prompts.
         state: what the replicas have, and what was promised.
     """
@@ -253,6 +253,8 @@ class FleetEngine:
         self.engine.cache = _Caches(self.cache_stats, settings.cache)
         self.state: FleetState = FleetState(settings.cache.page_size, settings.weights)
         STATES[settings.name] = self.state
+        # Ray makes the router of a handle with its first options: it is to know the replicas before the first request
+        self.streaming: Any = handle.options(stream=True, method_name="stream")
         self._page_bytes = settings.cache.page_size * TOKEN_BYTES
         self._numbers = count(1)
         self.is_running: bool = True

@@ -63,14 +63,17 @@ class Index:
 
     Args:
         page_size: tokens per page, of all replicas.
+        has_gaps: a replica may have a page, or a checkpoint, without the pages before it, which is of no use then: vLLM
+            evicts blocks one by one. Finding takes longer.
 
     Attributes:
         page_size: as given.
         width: numbers that replicas can have; it grows.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, has_gaps: bool = False) -> None:
         self.page_size: int = page_size
+        self._has_gaps = has_gaps
         self.width: int = 64
         self._pages: Sets = {}
         self._checkpoints: Sets = {}
@@ -147,10 +150,31 @@ class Index:
             names: the digests at the ends of its pages, in order (`hybrid.tiers.tier.chain`), as far as a hit may go.
         """
         pages = self._pages
-        known = bisect_left(names, True, key=lambda name: name not in pages)  # who has a page has those before it
         copies, on_disk = (self._deepest(sets, names) if sets else None for sets in (self._copies, self._on_disk))
+        if self._has_gaps:
+            return Coverage(*self._before_gaps(names), copies, on_disk)
+        known = bisect_left(names, True, key=lambda name: name not in pages)  # who has a page has those before it
         checkpoints = self._deepest(self._checkpoints, names[:known])
         return Coverage(self._deepest_pages(names, known), checkpoints, copies, on_disk)
+
+    def _before_gaps(self, names: Sequence[bytes]) -> tuple[Depths, Depths]:
+        """The depths of pages that have all pages before them, and of checkpoints among these."""
+        whole, left = list[int](), -1
+        for name in names:
+            left &= self._pages.get(name, 0)
+            if not left:
+                break
+            whole.append(left)
+        pages, checkpoints = np.zeros(self.width), np.zeros(self.width)
+        has_page = has_checkpoint = 0
+        for place in range(len(whole), 0, -1):
+            there = whole[place - 1]
+            self._set(pages, there & ~has_page, place)
+            has_page |= there
+            usable = there & self._checkpoints.get(names[place - 1], 0)
+            self._set(checkpoints, usable & ~has_checkpoint, place)
+            has_checkpoint |= usable
+        return pages, checkpoints
 
     def _deepest_pages(self, names: Sequence[bytes], known: int) -> Depths:
         """The depths of pages: sets grow towards the beginning. Each change of them is looked for in growing steps,
@@ -158,21 +182,21 @@ class Index:
         pages, depths, seen = self._pages, np.zeros(self.width), 0
         if not known:
             return depths
-        everyone = pages[names[0]]
+        everyone = pages.get(names[0], 0)  # 0: a replica says that it has what it cannot have
         for _ in range(MAX_DEPTHS):
-            found = pages[names[known - 1]]
+            found = pages.get(names[known - 1], 0)
             self._set(depths, found & ~seen, known)
             seen |= found
             if seen == everyone:
                 return depths
             low, high, step = known - 1, known, 1
-            while low and pages[names[low - 1]] == found:
+            while low and pages.get(names[low - 1]) == found:
                 low, high, step = max(0, low - step), low, 2 * step
-            known = bisect_left(names, True, low, high - 1, key=lambda name: pages[name] == found)
+            known = bisect_left(names, True, low, high - 1, key=lambda name: pages.get(name) == found)
             if not known:
                 return depths
         self._set(
-            depths, everyone & ~seen, bisect_left(names, True, 0, known, key=lambda name: pages[name] != everyone)
+            depths, everyone & ~seen, bisect_left(names, True, 0, known, key=lambda name: pages.get(name) != everyone)
         )
         return depths
 

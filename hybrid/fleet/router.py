@@ -81,13 +81,14 @@ class Router:
     Args:
         page_size: tokens per page.
         weights: of the score.
+        has_gaps: see `Index`.
 
     Attributes:
         index: what the replicas have.
     """
 
-    def __init__(self, page_size: int, weights: Weights | None = None) -> None:
-        self.index: Index = Index(page_size)
+    def __init__(self, page_size: int, weights: Weights | None = None, has_gaps: bool = False) -> None:
+        self.index: Index = Index(page_size, has_gaps)
         self._weights = weights or Weights()
         self._sessions = Sessions(self._weights.idle)
         self._replicas: set[int] = set()

@@ -103,14 +103,15 @@ class FleetState:
     Args:
         page_size: tokens per page.
         weights: of the score.
+        has_gaps: see `Index`.
 
     Attributes:
         members: the replicas by their names.
     """
 
-    def __init__(self, page_size: int, weights: Weights) -> None:
+    def __init__(self, page_size: int, weights: Weights, has_gaps: bool = False) -> None:
         self.members: dict[str, Member] = {}
-        self._router = Router(page_size, weights)
+        self._router = Router(page_size, weights, has_gaps)
         self._lock = threading.Lock()
         self._routes: dict[int, Route] = {}
         self._reservations: dict[int, Reservation] = {}

@@ -55,7 +55,7 @@ class VllmRouter(FleetRouter):
             sizes = [size for replica in replicas if (size := replica.replica_metadata.get("page_size"))]
             if sizes:
                 self._page_size = sizes[0]
-                self.state = shared.FleetState(self._page_size, self._weights)
+                self.state = shared.FleetState(self._page_size, self._weights, has_gaps=True)
         return self.state
 
     async def choose_replicas(

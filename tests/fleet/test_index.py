@@ -12,10 +12,11 @@ from hybrid.fleet.index import MAX_DEPTHS
 from support.prefixes import PAGE, checkpoint, names_of, pages
 
 
+@pytest.mark.parametrize("has_gaps", [False, True])
 @pytest.mark.parametrize("num_replicas", [3, 64, 200])
-def test_it_finds_the_deepest_page_and_checkpoint_of_each_replica(num_replicas: int) -> None:
+def test_it_finds_the_deepest_page_and_checkpoint_of_each_replica(num_replicas: int, has_gaps: bool) -> None:
     rng = random.Random(num_replicas)
-    index = Index(PAGE)
+    index = Index(PAGE, has_gaps)
     there: list[tuple[set[bytes], set[bytes]]] = [(set(), set()) for _ in range(num_replicas)]
     paths = [names_of(*(rng.randrange(2) for _ in range(12))) for _ in range(30)]
     for _ in range(1500):
@@ -43,6 +44,26 @@ def test_it_finds_the_deepest_page_and_checkpoint_of_each_replica(num_replicas: 
         assert not found.pages[num_replicas:].any()
 
 
+@pytest.mark.parametrize("num_replicas", [2, 30, 70])
+def test_where_blocks_go_one_by_one_what_lacks_a_page_before_it_does_not_count(num_replicas: int) -> None:
+    rng = random.Random(num_replicas)
+    index = Index(PAGE, has_gaps=True)
+    there: list[tuple[set[bytes], set[bytes]]] = [(set(), set()) for _ in range(num_replicas)]
+    paths = [names_of(*(rng.randrange(2) for _ in range(8))) for _ in range(12)]
+    for _ in range(3000):
+        replica, path, depth = rng.randrange(num_replicas), rng.choice(paths), rng.randrange(1, 9)
+        for own, of in zip(there[replica], (pages, checkpoint), strict=True):
+            born = rng.random() < 0.7
+            index.apply(replica, [of(path[depth - 1 : depth], born)])
+            (own.add if born else own.discard)(path[depth - 1])
+    for path in paths:
+        found = index.find(path)
+        for replica, (own_pages, own_checkpoints) in enumerate(there):
+            whole = next((at for at, name in enumerate(path) if name not in own_pages), len(path))
+            deepest = max((at + 1 for at, name in enumerate(path[:whole]) if name in own_checkpoints), default=0)
+            assert (found.pages[replica], found.checkpoints[replica]) == (PAGE * whole, PAGE * deepest)
+
+
 def test_of_many_depths_the_deepest_are_told_apart_and_others_have_what_all_have() -> None:
     index, path = Index(PAGE), names_of(*range(MAX_DEPTHS + 40))
     for replica in range(MAX_DEPTHS + 20):
@@ -65,6 +86,17 @@ def test_what_comes_twice_and_deaths_of_what_is_not_there_change_nothing() -> No
     for _ in range(2):
         index.apply(5, [Change(False, "everything", b"", 0)])
     assert len(index) == 0
+
+
+def test_pages_that_no_cache_can_have_without_those_before_them_break_nothing() -> None:
+    rng = random.Random(7)
+    for _ in range(300):
+        index, path = Index(PAGE), names_of(*range(12))
+        for replica in range(3):
+            for name in rng.sample(path, 6):
+                index.apply(replica, [pages([name]), checkpoint([name])])
+        found = index.find(path)
+        assert found.pages.max() <= 12 * PAGE and found.checkpoints.max() <= 12 * PAGE
 
 
 def test_copies_in_host_memory_are_told_apart() -> None:

@@ -206,7 +206,6 @@ def test_a_front_that_is_killed_comes_back_and_promises_what_is_there(fleet: Fle
 
     time.sleep(1)
     until(answers)
-    fleet.ask(question(rng))  # with the first one the router begins
     until(lambda: {one["replica"] for one in fleet.replicas()} == {*numbers})
     until(lambda: all(one.get("events", -1) >= numbers[one["replica"]] for one in fleet.replicas()))
     before = fleet.promises()[0]
