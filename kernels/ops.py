@@ -410,7 +410,7 @@ def expert_linear(
     if scales is not None:
         compiled: Any = compiled_for("experts", x)
         if compiled is not None:
-            y: Tensor = compiled.expert_linear(x, weight, order, ends, top_k, num_prompt, scales)
+            y: Tensor = compiled.packed_expert_linear(x, weight, scales, order, ends, top_k)
             return y
         weight = unpack(weight, scales, x.shape[1]).to(x.dtype)
     product: Tensor = _expert_linear(x, weight, order, ends, top_k, num_prompt)

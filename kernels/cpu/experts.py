@@ -78,20 +78,21 @@ def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tupl
     return order, places, ends
 
 
-def expert_linear(
-    x: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    top_k: int,
-    num_prompt: int,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """`reference.expert_linear`. Few pairs are multiplied without a look at them on the host.
+def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
+    """`reference.expert_linear`. Few pairs are multiplied without a look at them on the host."""
+    return _product(x, weight, None, order, ends, top_k)
+
+
+def packed_expert_linear(x: Tensor, weight: Tensor, scales: Tensor, order: Tensor, ends: Tensor, top_k: int) -> Tensor:
+    """`expert_linear` with weights of four bits.
 
     Args:
-        scales: `[experts, ...]` of weights of four bits, each as of `hybrid.kernels.cpu.packed_weights`.
+        weight, scales: `[experts, ...]`, each as of `hybrid.kernels.cpu.packed_weights`.
     """
+    return _product(x, weight, scales, order, ends, top_k)
+
+
+def _product(x: Tensor, weight: Tensor, scales: Tensor | None, order: Tensor, ends: Tensor, top_k: int) -> Tensor:
     if top_k:
         x = _take_pairs(x, order, top_k)
     output = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)

@@ -51,11 +51,11 @@ def test_a_pair_of_a_row_and_an_expert_has_the_bits_of_the_experts_numbers(
         x = torch.randn(rows, inner, generator=generator).to(dtype)
         chosen = torch.rand(rows, 5, generator=generator).argsort(1)[:, :2]
         order, places, ends = experts.sort_by_expert(chosen, 5, rows // 3)
-        found = experts.expert_linear(x, packed, order, ends, 2, 0, scales)
+        found = experts.packed_expert_linear(x, packed, scales, order, ends, 2)
         assert same_bits(found, experts.expert_linear(x, unpack(packed, scales, inner).to(dtype), order, ends, 2, 0))
         row = rows // 2
         alone, own_places, own_ends = experts.sort_by_expert(chosen[row : row + 1], 5, 0)
-        single = experts.expert_linear(x[row : row + 1], packed, alone, own_ends, 2, 0, scales)
+        single = experts.packed_expert_linear(x[row : row + 1], packed, scales, alone, own_ends, 2)
         assert same_bits(single[own_places[0]], found[places[row]])
 
 
