@@ -105,7 +105,7 @@ class Subscriptions:
 
     def copy(self, tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
         """A copy of a checkpoint has come to a tier, or goes."""
-        self._add(Change(born, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes if born else 0))
+        self._add(_copy(tier, born, name, note, num_bytes if born else 0))
 
     # What there is
 
@@ -136,16 +136,16 @@ class Subscriptions:
                 yield self._checkpoint(node)
         yield from self._host_copies()
         if self._disk is not None:
-            yield from (_copy(DISK, *one) for one in self._disk.checkpoints())
+            yield from (_copy(DISK, True, *one) for one in self._disk.checkpoints())
 
     def _host_copies(self) -> Iterator[Change]:
         if self._host is not None:
-            yield from (_copy(HOST, *one) for one in self._host.checkpoints())
+            yield from (_copy(HOST, True, *one) for one in self._host.checkpoints())
 
 
-def _copy(tier: str, name: bytes, note: Note | None, num_bytes: int) -> Change:
-    """The birth of a copy of a checkpoint."""
-    return Change(True, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes)
+def _copy(tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> Change:
+    """The birth of a copy of a checkpoint, or its death."""
+    return Change(born, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes)
 
 
 def _names(node: Node) -> bytearray:

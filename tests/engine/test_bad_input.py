@@ -22,7 +22,7 @@ from hybrid import (
     SamplingError,
     SamplingParams,
 )
-from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
+from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_despite_failures
 
 
 @pytest.fixture
@@ -175,13 +175,7 @@ def test_a_pass_that_fails_is_undone_and_can_be_repeated(tiny: Engine, monkeypat
     monkeypatch.setattr(engine.runner, "launch", failing)
     prompts = [ids(50, seed=n) for n in range(3)]
     requests = [engine.add_request(prompt, greedy(8)) for prompt in prompts]
-    outputs, failures = {}, 0
-    while engine.has_work:
-        try:
-            outputs.update({output.request_id: output for output in engine.step()})
-        except RuntimeError:
-            failures += 1
-            engine.cache.audit()
+    outputs, failures = run_despite_failures(engine)
     assert failures == 4
     monkeypatch.undo()
     for request, prompt in zip(requests, prompts, strict=True):

@@ -19,7 +19,7 @@ from hybrid.engine.planner import ALIGNMENT, Plan, PlanBuffer, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from hybrid.speculation.drafts import Drafts
-from support.engines import GRID, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.engines import GRID, assert_nothing_held, cold, engine_on, greedy, ids, run_despite_failures, run_to_end
 from support.graphs import overlapping, replays, with_graphs
 
 
@@ -243,13 +243,7 @@ def test_tokens_that_never_arrive_are_computed_again(
     monkeypatch.setattr(engine.runner, "launch", unreliable)
     prompts = [ids(50, seed=n) for n in range(3)]
     requests = [engine.add_request(prompt, greedy(8)) for prompt in prompts]
-    outputs, failures = {}, 0
-    while engine.has_work:
-        try:
-            outputs.update({output.request_id: output for output in engine.step()})
-        except RuntimeError:
-            failures += 1
-            engine.cache.audit()
+    outputs, failures = run_despite_failures(engine)
     assert failures == (3 if overlap else 4)  # passes 4 and 5 are under way together
     for request, prompt in zip(requests, prompts, strict=True):
         assert outputs[request].token_ids == cold(tiny, prompt, greedy(8)).token_ids
