@@ -1,7 +1,12 @@
-"""The program that runs products by AMX as another program computes its instructions (`support.imitated_tiles`). Prints
-what it found as JSON.
+"""The program that multiplies by AMX, on a CPU that has it: prints as JSON which products have another order of sums
+than Intel's manual says, and which rows depend on others.
 
-    HYBRID_CPU_LEVEL=amx NUMBA_CPU_FEATURES=... python tests/support/imitated_amx.py
+    HYBRID_CPU_LEVEL=amx python tests/support/products_by_amx.py
+
+With the argument `compile` it multiplies nothing, and runs on other CPUs: it prints which instructions of AMX the
+machine code has.
+
+    HYBRID_CPU_LEVEL=amx NUMBA_CPU_NAME=... NUMBA_CPU_FEATURES=... python tests/support/products_by_amx.py compile
 """
 
 import json
@@ -12,6 +17,8 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu import permission
+
+INSTRUCTIONS = ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease")
 
 SHAPES = [(64, 32), (34, 50), (150, 77), (96, 513), (6, 3)]
 """Numbers of a row, and rows of the weight."""
@@ -34,14 +41,23 @@ def expected(x: Tensor, w: Tensor) -> Tensor:
     return total
 
 
-def main() -> None:
-    permission.ask_for_tiles = lambda: True  # before it is asked for
-    from support.imitated_tiles import install
+def instructions() -> list[str]:
+    """The instructions of AMX in what is compiled to multiply bfloat16 numbers."""
+    permission.ask_for_tiles = lambda: True  # before it is asked for: nothing is run
+    from hybrid.kernels.cpu.compiled.build import build_of, type_of
+    from hybrid.kernels.cpu.functions import COMPILED
+    from hybrid.kernels.cpu.kinds import HALF, INTEGER
 
-    install()
+    build = build_of(f"{COMPILED}.amx", "multiply_tiles")
+    signature = tuple(map(type_of, (INTEGER, (HALF, HALF), INTEGER, INTEGER)))
+    code = (build.kept(signature) or build.compiled(signature)).library.get_asm_str()
+    return [name for name in INSTRUCTIONS if name in code]
+
+
+def wrong_products() -> list[str]:
+    """What is wrong with products of this CPU."""
     torch.set_num_threads(1)
     from hybrid.kernels.cpu.matmul import multiply
-    from hybrid.kernels.cpu.target import LEVEL
 
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     wrong = []
@@ -64,7 +80,15 @@ def main() -> None:
                 block[place] = x[row]
                 if not torch.equal(multiply(block, w, factors)[place], alone[row]):
                     wrong.append(f"{length} x {outputs}, {w.dtype}: row {place} of {rows}")
-    json.dump({"level": LEVEL, "wrong": wrong}, sys.stdout)
+    return wrong
+
+
+def main() -> None:
+    """Print what was found."""
+    found = {"instructions": instructions()} if sys.argv[1:] == ["compile"] else {"wrong": wrong_products()}
+    from hybrid.kernels.cpu.target import LEVEL
+
+    json.dump({"level": LEVEL, **found}, sys.stdout)
 
 
 if __name__ == "__main__":
