@@ -493,6 +493,8 @@ def _encode_chat(
     limits.check_template(options.get("chat_template"), tokenizer.chat_template)
     limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
+    if "tool_calls" not in str(tokenizer.chat_template):  # it would write "None" for a message that is calls alone
+        messages = [one if one.get("content") is not None else one | {"content": ""} for one in messages]
     control, marks = (chat.ControlTokens(tokenizer) if split else None), {}
     try:
         if control is not None:

@@ -45,10 +45,12 @@ class Changes:
 
     Args:
         n: number of answers.
+        is_single: an answer may have one call of a tool.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, is_single: bool = False) -> None:
         self._ended = [False] * n
+        self._is_single = is_single
 
     def of(self, output: RequestOutput) -> list[AnswerChange]:
         """Return the changes since the output before."""
@@ -63,17 +65,26 @@ class Changes:
             self._ended[index] = answer.finish_reason is not None
             if new or answer.delta or self._ended[index]:
                 logprobs = None if answer.logprobs is None else answer.logprobs[len(answer.token_ids) - len(new) :]
-                found.append(_change(answer, output, answer.delta, new, logprobs))
+                change = _change(answer, output, answer.delta, new, logprobs)
+                if self._is_single and change.calls and (parts := answer.parsed) is not None:
+                    is_first = len(parts.tool_calls) == len(change.calls)
+                    change = replace(change, calls=change.calls[:1] if is_first else ())
+                found.append(change)
         return found
 
 
-def whole(output: RequestOutput) -> list[AnswerChange]:
-    """The answers of a request from their beginnings to their ends."""
+def whole(output: RequestOutput, is_single: bool = False) -> list[AnswerChange]:
+    """The answers of a request from their beginnings to their ends.
+
+    Args:
+        is_single: an answer may have one call of a tool.
+    """
     found = []
     for answer in output.outputs:
         change = _change(answer, output, answer.text, answer.token_ids, answer.logprobs)
         if (parts := answer.parsed) is not None:
-            change = replace(change, text=parts.content, reasoning=parts.reasoning, calls=parts.tool_calls)
+            calls = parts.tool_calls[:1] if is_single else parts.tool_calls
+            change = replace(change, text=parts.content, reasoning=parts.reasoning, calls=calls)
         found.append(change)
     return found
 

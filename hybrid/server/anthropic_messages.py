@@ -25,6 +25,8 @@ class AnthropicPrompt:
         structured: the form of the answer; None: any.
         system, turns: as they were sent, to find what has changed since another request.
         tools_ttl: of a breakpoint among the tools, which stands at the end of the first message; None: there is none.
+        thinks: whether the model is to think; None: as its chat template has it.
+        shows_thinking: thinking blocks of the answer have their texts.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -34,6 +36,8 @@ class AnthropicPrompt:
     system: Any = None
     turns: list[Any] = field(default_factory=list)
     tools_ttl: str | None = None
+    thinks: bool | None = None
+    shows_thinking: bool = True
 
     def digests(self, model: str | None) -> Digests:
         """Digests of its parts.
@@ -61,12 +65,12 @@ def read_prompt(fields: Fields, template: str) -> AnthropicPrompt:
     if not found.turns:
         raise fields.refuse("messages", "a list of at least one message", None)
     for number, value in enumerate(found.turns):
-        found.messages += _messages(Fields(value, f"{fields.path('messages')}[{number}]"), template)
+        found.messages += _messages(Fields(value, f"{fields.path('messages')}[{number}]"))
     if found.messages[-1]["role"] == "assistant":
         found.options["continue_final_message"] = True
     found.tools, found.tools_ttl = _tools(fields, template)
     found.options |= found.tools.in_prompt
-    _read_thinking(fields, template, found)
+    _read_thinking(fields, found)
     config = fields.nested("output_config")
     if config is not None:
         form = config.nested("format")
@@ -100,7 +104,7 @@ def cache_control(fields: Fields) -> str | None:
     return ttl
 
 
-def _read_thinking(fields: Fields, template: str, found: AnthropicPrompt) -> None:
+def _read_thinking(fields: Fields, found: AnthropicPrompt) -> None:
     thinking = fields.nested("thinking")
     if thinking is None:
         return
@@ -108,12 +112,9 @@ def _read_thinking(fields: Fields, template: str, found: AnthropicPrompt) -> Non
     if thinking.integer("budget_tokens", 1) is not None and kind == "enabled":
         text = "thinking.budget_tokens is not supported: max_tokens counts thinking and answer; leave it out"
         raise HttpError(400, text, "thinking.budget_tokens", "unsupported_parameter")
-    thinking.ignore("display")
+    found.shows_thinking = thinking.one_of("display", ("summarized", "omitted"), "summarized") != "omitted"
     thinking.close()
-    if "enable_thinking" in template:
-        found.options["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
-    elif kind != "disabled":
-        raise HttpError(400, "thinking: this model's chat template has none", "thinking", "unsupported_parameter")
+    found.thinks = kind != "disabled"
 
 
 def _system(value: Any, where: str) -> Any:
@@ -139,7 +140,7 @@ def _text(block: Fields) -> dict[str, Any]:
     return {"type": "text", "text": text} | ({"cache_control": {"ttl": ttl}} if ttl is not None else {})
 
 
-def _messages(fields: Fields, template: str) -> list[Message]:
+def _messages(fields: Fields) -> list[Message]:
     """The template's messages of one of Anthropic's: each result of a tool is one of its own."""
     role = fields.one_of("role", ("user", "assistant", "system"), "")
     if not role:
@@ -186,9 +187,6 @@ def _messages(fields: Fields, template: str) -> list[Message]:
     if calls:
         message["tool_calls"] = calls
     if thought:
-        if "reasoning_content" not in template:
-            text = f"{where}: this model's chat template does not read thinking; leave its blocks out"
-            raise HttpError(400, text, where, "unsupported_parameter")
         message["reasoning_content"] = "".join(thought)
     if ttl is not None:
         message["cache_control"] = {"ttl": ttl}
@@ -248,10 +246,11 @@ def _tools(fields: Fields, template: str) -> tuple[Tools, str | None]:
         ttl = cache_control(tool) or ttl
         tool.close()
     wanted = fields.nested("tool_choice")
-    kind, name = ("auto" if functions else "none"), None
+    kind, name, is_single = ("auto" if functions else "none"), None, False
     if wanted is not None:
         kind = wanted.one_of("type", ("auto", "any", "tool", "none"), "auto")
         name = wanted.text("name") if kind == "tool" else None
-        wanted.boolean("disable_parallel_tool_use")
+        is_single = wanted.boolean("disable_parallel_tool_use")
         wanted.close()
-    return checked_tools(functions, {"any": "required", "tool": "named"}.get(kind, kind), name, template), ttl
+    choice = {"any": "required", "tool": "named"}.get(kind, kind)
+    return checked_tools(functions, choice, name, template, is_single), ttl

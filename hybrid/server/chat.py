@@ -13,6 +13,8 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.answer_parser import ToolCall
 from hybrid.prompts.cut_calls import name_and_arguments
+from hybrid.prompts.messages import OPTIONS
+from hybrid.prompts.thinking import SWITCHES
 from hybrid.serve.async_engine import OutputStream
 from hybrid.server.answers import AnswerChange, Changes, chat_logprobs, whole
 from hybrid.server.call import Call
@@ -22,6 +24,7 @@ from hybrid.server.openai_messages import openai_messages
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Asked, Server, new_id
+from hybrid.server.thinking import set_thinking
 from hybrid.server.tools import Tools, openai_tools
 
 DONE = b"data: [DONE]\n\n"
@@ -41,14 +44,15 @@ def read_chat_completions(server: Server, call: Call, fields: Fields, model: str
     template = server.template
     prompt: dict[str, Any] = {"messages": openai_messages(fields.array("messages"), "messages", template)}
     tools = openai_tools(fields, template)
-    prompt |= tools.in_prompt | template_fields(fields)
+    prompt |= tools.in_prompt | template_fields(fields, template)
     own = tools.params(structured_of(fields)) | {"parse_response": server.takes_apart}
     params = openai_params(fields, server.defaults, server.max_tokens, "max_completion_tokens", "max_tokens")
     params = changed(params, own | {"logprobs": read_logprobs(fields)}, fields)
     is_stream, options = fields.boolean("stream"), stream_options(fields)
     salt = fields.text("cache_salt") or ""
     fields.only("modalities", ["text"])
-    fields.only("reasoning_effort", "none")
+    if fields.only("reasoning_effort", "none"):
+        params = set_thinking(prompt, params, server.thinking, "reasoning_effort", False)
     fields.only("verbosity", "medium")
     fields.never(
         audio="this server makes text",
@@ -63,8 +67,15 @@ def read_chat_completions(server: Server, call: Call, fields: Fields, model: str
     return Asked([prompt], server.with_adapter(params, model), writer, is_stream, salt)
 
 
-def template_fields(fields: Fields) -> dict[str, Any]:
-    """Options of the chat template. What a user writes is text, and never a control token."""
+def template_fields(fields: Fields, template: str) -> dict[str, Any]:
+    """Options of the chat template. What a user writes is text, and never a control token.
+
+    Args:
+        template: of the model's chats: what it does not read is refused, but thinking that is to be off.
+
+    Raises:
+        HttpError: it does not read an option.
+    """
     found: dict[str, Any] = {"split_special_tokens": True}
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in fields:
@@ -76,6 +87,14 @@ def template_fields(fields: Fields) -> dict[str, Any]:
     ):
         if value is not None:
             found[name] = value
+    variables: dict[str, Any] = found.get("chat_template_kwargs", {})
+    if "chat_template" not in found and "chat_template" not in variables:
+        given = [(f"chat_template_kwargs.{name}", name) for name in variables if name not in OPTIONS]
+        given += [("documents", "documents")] if "documents" in found else []
+        for path, name in given:
+            if name not in template and not (name in SWITCHES and variables[name] is False):
+                text = f"{path}: this model's chat template does not read it; leave it out"
+                raise HttpError(400, text, path, "unsupported_parameter")
     return found
 
 
@@ -147,7 +166,7 @@ class ChatWriter:
         self._tools = tools
         self._usage_at_end = usage_at_end
         self._usage_always = usage_always
-        self._changes = Changes(params.n)
+        self._changes = Changes(params.n, tools.is_single)
         self._called: set[int] = set()  # answers whose call of a tool has begun
         self._num_calls: Counter[int] = Counter()  # by answer
         self._texts: dict[int, str] = {}  # of answers that are read when they end
@@ -234,7 +253,7 @@ class ChatWriter:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answers and the usage."""
-        choices = [self._choice(change) for change in whole(outputs[0])]
+        choices = [self._choice(change) for change in whole(outputs[0], self._tools.is_single)]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": usage_of(outputs)}
 
     def _choice(self, change: AnswerChange) -> dict[str, Any]:

@@ -160,7 +160,7 @@ async def tokenize(server: Server, call: Call) -> None:
     if "messages" in fields:
         template, given = server.template, fields.array("messages")
         messages = await call.beside(lambda: openai_messages(given, "messages", template))
-        prompt = {"messages": messages} | template_fields(fields)
+        prompt = {"messages": messages} | template_fields(fields, template)
         if (tools := fields.array("tools")) is not None:
             prompt["tools"] = tools
     else:

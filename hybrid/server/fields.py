@@ -113,11 +113,11 @@ class Fields:
         for name in names:
             self.take(name)
 
-    def only(self, name: str, *allowed: object) -> None:
-        """Take a field of which this server has one value alone, which is what it does without the field."""
+    def only(self, name: str, *allowed: object) -> bool:
+        """Take a field of which this server has one value alone. Returns whether it is given."""
         value = self.take(name)
         if value is None or any(value == one and type(value) is type(one) for one in allowed):
-            return
+            return value is not None
         shown_values = " or ".join(map(_as_json, allowed))
         text = f"{self.path(name)} is not supported but as {shown_values}; got {shown(value)}"
         raise HttpError(400, text, self.path(name), "unsupported_value")

@@ -20,6 +20,7 @@ from hybrid.server.fields import Fields
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed
 from hybrid.server.service import Asked, Server, new_id
+from hybrid.server.thinking import set_thinking
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -49,6 +50,9 @@ def read_messages(server: Server, call: Call, fields: Fields, model: str | None)
     params = read_params(fields, server.defaults)
     own = prompt.tools.params(prompt.structured) | {"parse_response": server.takes_apart}
     params = changed(params, own, fields)
+    body: dict[str, Any] = {"messages": prompt.messages} | prompt.options
+    if prompt.thinks is not None:
+        params = set_thinking(body, params, server.thinking, "thinking", prompt.thinks)
     is_stream = fields.boolean("stream")
     asks_why = "diagnostics" in fields
     previous = None
@@ -62,7 +66,6 @@ def read_messages(server: Server, call: Call, fields: Fields, model: str | None)
     writer = MessageWriter(server, params, prompt)
     if asks_why:
         writer.diagnose(call, previous)
-    body = {"messages": prompt.messages} | prompt.options
     return Asked([body], params, writer, is_stream)
 
 
@@ -72,7 +75,10 @@ async def count_tokens(server: Server, call: Call) -> None:
     prompt = await call.beside(lambda: read_prompt(fields, server.template))
     fields.only("speed", "standard")
     fields.close()
-    ids = await server.encode({"messages": prompt.messages} | prompt.options, call.tenant.namespace)
+    body: dict[str, Any] = {"messages": prompt.messages} | prompt.options
+    if prompt.thinks is not None:
+        set_thinking(body, server.defaults, server.thinking, "thinking", prompt.thinks)
+    ids = await server.encode(body, call.tenant.namespace)
     await call.respond({"input_tokens": len(ids)})
 
 
@@ -113,7 +119,8 @@ class MessageWriter:
         self.id: str = new_id("msg_")
         self._server = server
         self._tools = prompt.tools
-        self._changes = Changes(params.n)
+        self._shows_thinking = prompt.shows_thinking
+        self._changes = Changes(params.n, prompt.tools.is_single)
         self._diagnostics: dict[str, Any] | None = None
         self._open: str | None = None  # kind of the block that is written
         self._num_blocks = 0
@@ -162,7 +169,8 @@ class MessageWriter:
                 return b""
             block = {"type": "tool_use", "id": "", "name": only["function"]["name"], "input": {}}
             return self._write(block, change.text)
-        events = self._write(THINKING, change.reasoning) if change.reasoning else b""
+        thought = change.reasoning if self._shows_thinking else ""
+        events = self._write(THINKING, thought) if change.reasoning else b""
         if change.text:
             events += self._write(TEXT, change.text)
         for call in change.calls:
@@ -212,8 +220,9 @@ class MessageWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The message."""
         output = outputs[0]
-        (change,) = whole(output)
-        content: list[Any] = [THINKING | {"thinking": change.reasoning}] if change.reasoning else []
+        (change,) = whole(output, self._tools.is_single)
+        thought = change.reasoning if self._shows_thinking else ""
+        content: list[Any] = [THINKING | {"thinking": thought}] if change.reasoning else []
         if self._tools.forced is not None:
             only = self._tools.only
             call = called(change.text, only["function"]["name"] if only is not None else None)

@@ -21,7 +21,8 @@ def openai_messages(values: list[Any] | None, where: str, template: str) -> list
     Args:
         values: as they were sent.
         where: they are in the body.
-        template: of the model's chats: a field of a message that it does not read is refused.
+        template: of the model's chats: a name that it does not read is refused. Reasoning and calls were sent by a
+            server, and are taken back in any case.
 
     Raises:
         HttpError: one cannot be used.
@@ -39,15 +40,15 @@ def _message(fields: Fields, template: str) -> Message:
     found["content"] = _content(fields.take("content"), fields.path("content"))
     if role == "assistant":
         fields.ignore("annotations")
-        calls = fields.array("tool_calls")
-        if calls:
+        if calls := fields.array("tool_calls"):
             found["tool_calls"] = calls
         if (refusal := fields.text("refusal")) and not found["content"]:
             found["content"] = refusal
         thought = [text for name in ("reasoning_content", "reasoning") if (text := fields.text(name))]
         if thought:
-            _check_read(template, "reasoning_content", fields)
             found["reasoning_content"] = thought[0]
+        if found["content"] is None and not calls and (thought or calls is not None):  # an answer that was cut early
+            found["content"] = ""
         fields.never(audio="send text", function_call="send tool_calls")
     if role == "tool":
         if (call := fields.text("tool_call_id")) is not None:

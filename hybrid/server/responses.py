@@ -22,6 +22,7 @@ from hybrid.server.openai_messages import ROLES, image_of
 from hybrid.server.records import Digests, RequestRecord
 from hybrid.server.sampling import changed, openai_params, schema_of
 from hybrid.server.service import Asked, Server, new_id
+from hybrid.server.thinking import set_thinking
 from hybrid.server.tools import Tools, openai_tools
 
 TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -43,7 +44,7 @@ def read_responses(server: Server, call: Call, fields: Fields, model: str | None
     instructions = fields.text("instructions")
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     given = fields.take("input")
-    messages += read_input(given, fields, template)
+    messages += read_input(given, fields)
     tools = openai_tools(fields, template, are_flat=True)
     prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True} | tools.in_prompt
     own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
@@ -55,7 +56,8 @@ def read_responses(server: Server, call: Call, fields: Fields, model: str | None
         options.ignore("include_obfuscation")
         options.close()
     if (reasoning := fields.nested("reasoning")) is not None:
-        reasoning.only("effort", "none")
+        if reasoning.only("effort", "none"):
+            params = set_thinking(prompt, params, server.thinking, "reasoning.effort", False)
         reasoning.ignore("summary")
         reasoning.close()
     salt = fields.text("cache_salt") or ""
@@ -80,13 +82,9 @@ def read_responses(server: Server, call: Call, fields: Fields, model: str | None
     return Asked([prompt], params, writer, is_stream, salt)
 
 
-def read_input(given: Any, fields: Fields, template: str) -> list[Message]:
-    """The messages of a body's items.
-
-    Args:
-        given: as the body has them.
-        template: of the model's chats. Reasoning goes to the next message or call of the assistant where it reads it;
-            elsewhere it is left out, as of any earlier turn: clients send all items back that they got.
+def read_input(given: Any, fields: Fields) -> list[Message]:
+    """The messages of a body's items. Reasoning goes to the next message or call of the assistant, for a template that
+    reads it: clients send all items back that they got.
 
     Raises:
         HttpError: one cannot be used.
@@ -122,7 +120,7 @@ def read_input(given: Any, fields: Fields, template: str) -> list[Message]:
             kinds = "'message', 'reasoning', 'function_call' or 'function_call_output'"
             raise item.refuse("type", kinds, kind)
         item.close()
-        if thought and "reasoning_content" in template and found[-1]["role"] == "assistant":
+        if thought and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"] = thought
         thought = ""
     if not found:
@@ -222,7 +220,7 @@ class ResponseWriter:
         self._is_compared = False
         self._before: Digests | None = None  # of the response that it is compared with, if that is known
         self._tools = tools
-        self._changes = Changes(1)
+        self._changes = Changes(1, tools.is_single)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # that is written
@@ -239,7 +237,7 @@ class ResponseWriter:
             "top_p": params.top_p,
             "tools": [{"type": "function", "strict": True} | one["function"] for one in tools.functions],
             "tool_choice": choice,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": not tools.is_single,
             "error": None,
             "incomplete_details": None,
             "metadata": {},
@@ -365,7 +363,7 @@ class ResponseWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response."""
         output = outputs[0]
-        (change,) = whole(output)
+        (change,) = whole(output, self._tools.is_single)
         status = "incomplete" if output.finish_reason == "length" else "completed"
         parts = [("reasoning", change.reasoning, "")] if change.reasoning else []
         if self._tools.forced is not None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ClosedError
 from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
+from hybrid.prompts.thinking import Thinking
 from hybrid.serve.admission import Passed
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.call import Call
@@ -156,6 +158,11 @@ class Server:
     def takes_apart(self) -> bool:
         """Tell whether answers have parts: reasoning, or calls of tools."""
         return bool(self.template) and template_of(self.tokenizer) is not None
+
+    @cached_property
+    def thinking(self) -> Thinking:
+        """What the model's chat template does about thinking."""
+        return Thinking.of(self.tokenizer)
 
     def with_adapter(self, params: SamplingParams, name: str | None) -> SamplingParams:
         """Parameters for a request that names an adapter as its model."""

@@ -23,12 +23,14 @@ class Tools:
         choice: "auto", "none", "required", or "named": `name` must be called.
         name: of the one that must be called.
         is_written: the model's chat template writes tools and calls.
+        is_single: an answer has at most one call: others that a model makes are left out.
     """
 
     functions: tuple[dict[str, Any], ...] = ()
     choice: str = "none"
     name: str | None = None
     is_written: bool = False
+    is_single: bool = False
 
     def params(self, structured: dict[str, Any] | None) -> dict[str, Any]:
         """The parameters that make an answer call what it must.
@@ -76,11 +78,14 @@ def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None, template: str) -> Tools:
+def checked_tools(
+    functions: list[dict[str, Any]], choice: str, name: str | None, template: str, is_single: bool
+) -> Tools:
     """Check that tools can be used with a model.
 
     Args:
         template: of the model's chats.
+        is_single: an answer may have one call.
 
     Raises:
         HttpError: one is named that is not there, or the model's template writes no tools.
@@ -96,7 +101,7 @@ def checked_tools(functions: list[dict[str, Any]], choice: str, name: str | None
             "or send 'required'"
         )
         raise HttpError(400, text, "tools", "unsupported_parameter")
-    return Tools(tuple(functions), choice, name, "tools" in template)
+    return Tools(tuple(functions), choice, name, "tools" in template, is_single)
 
 
 def openai_tools(fields: Fields, template: str, *, are_flat: bool = False) -> Tools:
@@ -134,8 +139,7 @@ def openai_tools(fields: Fields, template: str, *, are_flat: bool = False) -> To
         choice = given or ("auto" if functions else "none")
     else:
         raise fields.refuse("tool_choice", "'auto', 'none', 'required' or a function", given)
-    fields.boolean("parallel_tool_calls")  # a call that must be made is one; how many others are is the model's choice
-    return checked_tools(functions, choice, name, template)
+    return checked_tools(functions, choice, name, template, not fields.boolean("parallel_tool_calls", True))
 
 
 def read_function(fields: Fields, parameters: str = "parameters") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """From prompts of every form to token ids, and what is refused before anything is computed from it."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,13 @@ def test_a_tokenizer_file_that_is_too_large_is_refused_before_it_is_read(tmp_pat
 def called(arguments: Any) -> list[dict[str, Any]]:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def test_a_message_of_calls_alone_is_empty_for_a_template_that_knows_none(tokenizer: Any) -> None:
+    own = deepcopy(tokenizer)
+    own.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    assert own.decode(encode(own, messages)) == "<>"
 
 
 def test_arguments_of_calls_as_openai_writes_them_are_dicts_for_the_template(tokenizer: Any) -> None:

@@ -152,6 +152,56 @@ def test_reasoning_comes_back_with_the_items_of_a_response(script: tuple[Script,
     assert whole["usage"]["input_tokens"] > without["usage"]["input_tokens"]  # the template has read it
 
 
+def test_thinking_is_turned_off_in_each_api(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    said = "The sum is 7."
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": ASKED, "reasoning_effort": "none"}),
+        ("/v1/responses", {"input": ASKED, "reasoning": {"effort": "none"}}),
+        ("/v1/messages", {"messages": ASKED, "max_tokens": 20, "thinking": {"type": "disabled"}}),
+    ]
+    for path, body in ways:
+        model.says(said)  # without the mark that ends thinking: with thinking on, all of it would be reasoning
+        answer = post(path, **body).json()
+        texts = json.dumps(answer.get("choices") or answer.get("output") or answer["content"])
+        assert said in texts and "reasoning" not in texts and "thinking" not in texts
+    counts = [
+        post("/v1/messages/count_tokens", messages=ASKED, thinking={"type": kind}).json()["input_tokens"]
+        for kind in ("disabled", "adaptive")
+    ]
+    assert counts[0] > counts[1]  # the mark that ends thinking
+    both = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    refused = post.chat(**both)
+    assert refused.status_code == 400 and "chat_template_kwargs.enable_thinking" in refused.json()["error"]["message"]
+
+
+def test_thinking_may_be_left_out_of_a_message(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    body = {"messages": ASKED, "max_tokens": 60, "thinking": {"type": "adaptive", "display": "omitted"}}
+    model.says(LAST, LAST)
+    blocks = post("/v1/messages", **body).json()["content"]
+    assert [block.get("thinking", block.get("text")) for block in blocks] == ["", "The sum is 7."]
+    streamed = [one["delta"] for one in events(post("/v1/messages", **body, stream=True)) if "delta" in one]
+    assert not any("thinking" in delta for delta in streamed)
+
+
+def test_without_parallel_calls_an_answer_has_one(script: tuple[Script, Poster]) -> None:
+    model, post = script
+    chat = {"tools": [{"type": "function", "function": ADD}], "max_tokens": 200}
+    tool = {"name": "add", "input_schema": ADD["parameters"]}
+    for stream in (False, True):
+        for is_parallel in (True, False):
+            model.says(CALL + call_text("add", a=5, b=6), CALL + call_text("add", a=5, b=6))
+            answer = post.chat(**chat, parallel_tool_calls=is_parallel, stream=stream)
+            choices = [one["choices"][0] for one in (events(answer) if stream else [answer.json()])]
+            parts = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+            assert sum(len(part.get("tool_calls", [])) for part in parts) == 1 + is_parallel
+            choice = {"type": "auto", "disable_parallel_tool_use": not is_parallel}
+            body = {"messages": ASKED, "tools": [tool], "tool_choice": choice, "max_tokens": 200}
+            answer = post("/v1/messages", **body, stream=stream)
+            assert answer.text.count('"type":"tool_use"') == 1 + is_parallel
+
+
 def test_the_first_event_of_a_stream_comes_before_any_token(
     script: tuple[Script, Poster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,17 @@ OPENAI: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": asks({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})}, "text"),
     (CHAT, {"messages": [USER], "modalities": ["text", "audio"], "audio": {"voice": "alloy"}}, "modalities"),
     (CHAT, {"messages": [USER], "reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"messages": [USER], "reasoning_effort": "none"}, None),
+    (
+        CHAT,
+        {"messages": [USER, {"role": "assistant", "content": "Hi.", "reasoning_content": "A greeting."}, USER]},
+        None,
+    ),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "reasoning_content": "A"}, USER]}, None),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}, USER]}, None),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}, None),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": {"mood": "kind"}}, "chat_template_kwargs.mood"),
+    (CHAT, {"messages": [USER], "documents": [{"title": "x", "text": "y"}]}, "documents"),
     (CHAT, {"messages": [USER], "prediction": {"type": "content", "content": "x"}}, "prediction"),
     (CHAT, {"messages": [USER], "web_search_options": {}}, "web_search_options"),
     (CHAT, {"messages": [USER], "functions": [FUNCTION]}, "functions"),
@@ -103,6 +114,7 @@ OPENAI: list[tuple[str, dict[str, Any], str | None]] = [
     (RESPONSES, {"input": "News?", "tools": [{"type": "web_search"}]}, "function"),
     (RESPONSES, {"input": "And then?", "previous_response_id": "resp_1"}, "previous_response_id"),
     (RESPONSES, {"input": "Think.", "reasoning": {"effort": "high"}}, "effort"),
+    (RESPONSES, {"input": "Think not.", "reasoning": {"effort": "none"}}, None),
 ]
 
 ANTHROPIC: list[tuple[str, dict[str, Any], str | None]] = [
@@ -167,6 +179,24 @@ ANTHROPIC: list[tuple[str, dict[str, Any], str | None]] = [
     (MESSAGES, {"messages": asks({"type": "document", "source": {"type": "text", "data": "x"}})}, "type"),
     (MESSAGES, {"messages": [USER], "thinking": {"type": "enabled", "budget_tokens": 2048}}, "budget_tokens"),
     (MESSAGES, {"messages": [USER], "thinking": {"type": "adaptive"}}, "thinking"),
+    (MESSAGES, {"messages": [USER], "thinking": {"type": "disabled"}}, None),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "A greeting.", "signature": ""},
+                        {"type": "text", "text": "Hello."},
+                    ],
+                },
+                USER,
+            ]
+        },
+        None,
+    ),
     (MESSAGES, {"messages": [USER], "mcp_servers": [{"type": "url", "url": "https://x.example"}]}, "mcp_servers"),
     (MESSAGES, {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "type"),
     (MESSAGES, {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, None),

@@ -19,9 +19,10 @@ TEMPLATE = (
     "{% for key, value in call['function']['arguments'] | items %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
     "{% endfor %}</function>\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
 )
-"""A template of the kind of Qwen's, with thinking that is on."""
+"""A template of the kind of Qwen's, with thinking that is on unless it is turned off."""
 
 
 def call_text(name: str, **arguments: Any) -> str:
