@@ -280,14 +280,18 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def add_parity(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid parity`."""
-    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
-    parser.add_argument(
-        "--all-families", action="store_true", help="check small random checkpoints of every model family instead"
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--model", default="tiny", help=MODEL_HELP)
+    of.add_argument(
+        "--all-families", action="store_true", help="small random checkpoints of every model family instead"
     )
+    text = "those of one family instead, by its model type; may be given several times"
+    of.add_argument("--family", metavar="NAME", action="append", default=[], help=text)
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
-    add_dtype(parser, "float32")
+    text = f"that of an engine, with logits in float32 too; an engine's is {OWN_DTYPE}"
+    add_dtype(parser, otherwise=text)
     parser.add_argument(
         "--load-dtype",
         default=None,
@@ -404,9 +408,10 @@ COMMANDS: tuple[Command, ...] = (
         help="check that cache hits do not change results",
         description=(
             "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: "
-            "every token and every log-probability must be equal bit by bit, and every scenario must have hits. In "
-            "float32 logits must be those of transformers; in another type they must be as near to these as the "
-            "logits of transformers' own model in that type."
+            "every token and every log-probability must be equal bit by bit, and every scenario must have hits. "
+            "Logits in float32 must be those of transformers; in another type they must be as near to these as the "
+            "logits of transformers' own model in that type. Both are compared by default, where an engine chooses "
+            "another type, and hits are computed in that one."
         ),
         add_arguments=add_parity,
     ),

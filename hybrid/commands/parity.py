@@ -36,14 +36,14 @@ from hybrid.commands.commands import Outcome
 from hybrid.commands.faults import computing_takes
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, is_comparable, write_random_checkpoint
 from hybrid.commands.toy_model import Liar
-from hybrid.engine.build import resolve_device
+from hybrid.engine.build import default_dtype, resolve_device
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
-from hybrid.errors import HybridError
+from hybrid.errors import ArgumentError, HybridError
 from hybrid.kernels.ops import compiled_for
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.layers import Linear
@@ -428,10 +428,12 @@ class Parity:
 
     Attributes:
         checks: the lines of the table.
+        dtype: the type that hits were computed in.
         preparation: what it took to start; None: it was not measured.
     """
 
     checks: list[Check]
+    dtype: str
     preparation: Preparation | None = None
 
     @property
@@ -443,6 +445,9 @@ class Parity:
         """The result for machines."""
         return {"passed": self.passed, **asdict(self)}
 
+
+CACHE = CacheConfig(memory="2GiB", deterministic=True)
+"""The cache of the engine whose weights are used."""
 
 Note = Callable[[str], object]
 """Shows what is checked now."""
@@ -461,7 +466,7 @@ class Types:
         load_dtype: what its weights are quantized to; None: they have the model's type.
     """
 
-    dtype: str = "float32"
+    dtype: str
     load_dtype: str | None = None
 
     def engine(self, model: str | Path, cache: CacheConfig, **others: Any) -> Engine:
@@ -469,37 +474,70 @@ class Types:
         return Engine.from_pretrained(model, dtype=self.dtype, load_dtype=self.load_dtype, cache=cache, **others)
 
 
-def run_parity(model: str | Path, seed: int = 0, types: Types = Types(), note: Note = _quiet) -> Parity:
-    """Run every check on a checkpoint, in types.
+def types_of(model: str | Path, dtype: str | None, load_dtype: str | None) -> list[Types]:
+    """The types that a checkpoint is checked in: hits in the first one, logits in all.
 
     Args:
+        dtype: None: the one that an engine chooses for it here, and float32.
+    """
+    if dtype is not None:
+        return [Types(dtype, load_dtype)]
+    served, _ = default_dtype(open_checkpoint(model), resolve_device(None))
+    return [Types(name, load_dtype) for name in dict.fromkeys((str(served).removeprefix("torch."), "float32"))]
+
+
+def run_parity(
+    model: str | Path, seed: int = 0, dtype: str | None = None, load_dtype: str | None = None, note: Note = _quiet
+) -> Parity:
+    """Run every check on a checkpoint.
+
+    Args:
+        dtype: of the model; None: the one that an engine chooses for it here, and logits are compared in float32 too.
+        load_dtype: what its weights are quantized to; None: they have the model's type.
         note: called with what is checked next.
 
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, types, process, note)
+        return check_all(model, seed, types_of(model, dtype, load_dtype), process, note)
 
 
 def check_all(
+    model: str | Path,
+    seed: int,
+    types: Sequence[Types],
+    process: Executor,
+    note: Note = _quiet,
+    is_variant: bool = False,
+) -> Parity:
+    """Run every check on a checkpoint, in the first of the types, and compare logits in the others too."""
+    result = check_served(model, seed, types[0], process, note, is_variant)
+    for other in types[1:]:  # whose engine needs the memory of the one before
+        note(f"logits in {other.dtype}")
+        judge = Judge(other.engine(model, CACHE), seed)
+        logits = compared_logits(judge, other, submitted_logits(judge, open_checkpoint(model).path, other, process))
+        result = replace(result, checks=logits + result.checks)
+    return result
+
+
+def check_served(
     model: str | Path, seed: int, types: Types, process: Executor, note: Note = _quiet, is_variant: bool = False
 ) -> Parity:
-    """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile.
+    """Run every check on a checkpoint in types; `process` computes what a second process does, most of it meanwhile.
 
     Args:
         is_variant: it differs in sizes and storage alone from one that every check is run on: `OF_VARIANTS` are run,
             and logits are compared.
     """
     note("loading the model")
-    started = time.process_time()
+    checkpoint, started = open_checkpoint(model), time.process_time()
     compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
     imported = time.process_time()
-    engine = types.engine(model, CacheConfig(memory="2GiB", deterministic=True))
+    engine = types.engine(model, CACHE)
     loaded, judge = time.process_time(), Judge(engine, seed)
-    preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
-    ids = compared_with_transformers(judge)
-    theirs = submitted_logits(judge, checkpoint.path, ids, types, process)
+    preparation = prepared(judge, loaded - imported, imported - started)
+    theirs = submitted_logits(judge, checkpoint.path, types, process)
     drafted = not is_variant and has_predictor(checkpoint)
     others = process.submit(predicted, str(model), seed, types) if drafted else None
     checks, scenarios = [], OF_VARIANTS if is_variant else SCENARIOS
@@ -510,37 +548,51 @@ def check_all(
         note("drafts: right ones, wrong ones, and some that are none")
         checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, types, process)
     note("logits against those of transformers")
-    logits = {name: torch.from_numpy(each.result()) for name, each in theirs.items()}
-    if types.load_dtype is not None:
-        checks.insert(0, of_quantization(judge, logits["exact"], logits["changed"], types.load_dtype))
-    checks = against_transformers(judge, logits["exact, as here"], logits.get("rounded"), logits.get("nudged")) + checks
+    checks = compared_logits(judge, types, theirs) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
-    return Parity(checks, preparation)
+    return Parity(checks, types.dtype, preparation)
 
 
 def submitted_logits(
-    judge: Judge, path: Path, ids: Sequence[int], types: Types, process: Executor
+    judge: Judge, path: Path, types: Types, process: Executor
 ) -> dict[str, Future[np.ndarray[Any, Any]]]:
     """What transformers computes, by name: logits of the numbers that are computed with here, in float32 (`"exact, as
     here"`), and in the model's type where that is another (`"rounded"`). Of quantized weights also logits of the
     checkpoint as it is, in float32 (`"exact"`), of one that is changed at random by as much as rounding changes it, in
-    the model's type (`"changed"`), and in float32 of the numbers computed with, with other last bits (`"nudged"`)."""
-    folder, asked = None, {"exact, as here": (path, "float32"), "rounded": (path, types.dtype)}
-    if types.load_dtype is not None:
-        folder, generator = Path(mkdtemp()), torch.Generator().manual_seed(0)
-        makers = {"numbers": represented, "changed": changed_at_random, "nudged": nudged_at_random}
-        for name, maker in makers.items():
-            write_numbers(judge.engine, path, folder / name, partial(maker, generator))
-        asked = {name: (folder / "numbers", dtype) for name, (_, dtype) in asked.items()}
-        asked["changed"] = folder / "changed", types.dtype
-        asked["nudged"] = folder / "nudged", "float32"
+    the model's type (`"changed"`), and where that is float32, of the numbers computed with, with other last bits
+    (`"nudged"`)."""
+    ids, generator = compared_with_transformers(judge), torch.Generator().manual_seed(0)
+    folder = Path(mkdtemp()) if types.load_dtype is not None else None
+
+    def written(name: str, maker: Callable[..., torch.Tensor]) -> Path:
+        if folder is None:
+            return path
+        write_numbers(judge.engine, path, folder / name, partial(maker, generator))
+        return folder / name
+
+    numbers = written("numbers", represented)
+    asked = {"exact, as here": (numbers, "float32")}
+    if types.dtype != "float32":
+        asked["rounded"] = numbers, types.dtype
+    elif folder is not None:
+        asked["nudged"] = written("nudged", nudged_at_random), "float32"
+    if folder is not None:
+        asked["changed"] = written("changed", changed_at_random), types.dtype
         asked["exact"] = path, "float32"
-    del asked["rounded" if types.dtype == "float32" else "nudged"]
     found = {name: process.submit(transformers_logits, of, ids, dtype) for name, (of, dtype) in asked.items()}
     if folder is not None:
         found["exact"].add_done_callback(lambda _: rmtree(folder))  # jobs are computed in order
     return found
+
+
+def compared_logits(judge: Judge, types: Types, theirs: Mapping[str, Future[np.ndarray[Any, Any]]]) -> list[Check]:
+    """Compare a judge's logits with those of `submitted_logits`; each line names the type."""
+    logits = {name: torch.from_numpy(each.result()) for name, each in theirs.items()}
+    checks = against_transformers(judge, logits["exact, as here"], logits.get("rounded"), logits.get("nudged"))
+    if types.load_dtype is not None:
+        checks.append(of_quantization(judge, logits["exact"], logits["changed"], types.load_dtype))
+    return [replace(check, name=f"{check.name}, {types.dtype}") for check in checks]
 
 
 def represented(generator: torch.Generator, module: Linear | Experts, name: str, exact: torch.Tensor) -> torch.Tensor:
@@ -621,19 +673,37 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
     return Preparation(*(round(part, 3) for part in parts))
 
 
-def run_all_families(seed: int = 0, types: Types = Types(), note: Note = _quiet) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in types, and some of them on its variants. Those
-    that the installed transformers computes otherwise than they were trained are left out, with a warning."""
-    results = {}
+def run_families(
+    families: Sequence[str] = (),
+    seed: int = 0,
+    dtype: str | None = None,
+    load_dtype: str | None = None,
+    note: Note = _quiet,
+) -> dict[str, Parity]:
+    """Run every check on a small random checkpoint of families, and some of them on its variants. Those that the
+    installed transformers computes otherwise than they were trained are left out, with a warning.
+
+    Args:
+        families: their model types, such as "bamba"; empty: all.
+        dtype: as in `run_parity`, as `load_dtype` and `note` are.
+
+    Raises:
+        ArgumentError: there is no such family.
+    """
+    known = dict.fromkeys(name.partition(",")[0] for name in FAMILIES)
+    if unknown := [family for family in families if family not in known]:
+        raise ArgumentError(f"hybrid parity: --family must be one of {', '.join(known)}; got {unknown[0]!r:.100}")
+    chosen, results = [name for name in FAMILIES if not families or name.partition(",")[0] in families], {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
-        for at, name in enumerate(FAMILIES):
+        for at, name in enumerate(chosen):
             if not is_comparable(name):
                 log.warning("%s is left out: this transformers computes it otherwise than it was trained", name)
                 continue
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith(("qwen3_5", "qwen3_next")):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, types, process, partial(_note_of, name, note), "," in name)
+            types, of_family = types_of(path, dtype, load_dtype), partial(_note_of, name, note)
+            results[name] = check_all(path, seed, types, process, of_family, is_variant="," in name)
     return results
 
 
@@ -1078,13 +1148,11 @@ def verdict(results: Mapping[str, Parity]) -> str:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections(), console.status("") as status:  # in a terminal
-        types = Types(args.dtype, args.load_dtype)
-        if args.all_families:
-            families = run_all_families(args.seed, types, status.update)
-        else:
-            families = {args.model: run_parity(args.model, args.seed, types, status.update)}
+        how = args.seed, args.dtype, args.load_dtype, status.update
+        of_families = args.all_families or bool(args.family)
+        families = run_families(args.family, *how) if of_families else {args.model: run_parity(args.model, *how)}
     for model, result in families.items():
-        table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
+        table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}, hits in {result.dtype}")
         for check in result.checks:
             mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
@@ -1097,4 +1165,4 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     results = {model: result.as_json() for model, result in families.items()}
     passed = all(result.passed for result in families.values())
     console.print(verdict(families))
-    return Outcome(passed, {"passed": passed, "families": results} if args.all_families else results[args.model])
+    return Outcome(passed, {"passed": passed, "families": results} if of_families else results[args.model])

@@ -42,8 +42,51 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 39
-    assert all(check["hit_tokens"] for check in result["checks"][3:])
+    of_logits = 3 * len({"float32", result["dtype"]})
+    assert len(result["checks"]) == of_logits + 36
+    assert all(check["hit_tokens"] for check in result["checks"][of_logits:])
+
+
+def test_parity_runs_hits_in_the_type_that_an_engine_chooses_and_compares_logits_in_float32_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever this CPU would choose."""
+    only_repeated_prompts(monkeypatch, logits=True)
+    for chosen in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(parity, "default_dtype", lambda *_, chosen=chosen: (chosen, "as the test says"))
+        status, result = run_json(capsys, "parity")
+        names = [check["name"] for check in result["checks"]]
+        types = list(dict.fromkeys(("float32", result["dtype"])))
+        ways = ["a prompt in one pass", "a prompt in chunks", "decoded tokens"]
+        assert (status, result["dtype"]) == (0, str(chosen).removeprefix("torch."))
+        assert names == [f"logits of {way}, {name}" for name in types for way in ways] + ["a repeated prompt"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "load_dtype"),
+    [("bfloat16", None), ("float16", None), ("bfloat16", "int4:32"), ("float32", "int8"), (None, "int4")],
+)
+def test_parity_compares_logits_in_every_type_that_can_be_named(
+    dtype: str | None, load_dtype: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_repeated_prompts(monkeypatch, logits=True)
+    given = {"--dtype": dtype, "--load-dtype": load_dtype}
+    options = [text for name, value in given.items() if value is not None for text in (name, value)]
+    status, result = run_json(capsys, "parity", "--family", "llama", *options)
+    assert status == 0, result
+    [checks] = [family["checks"] for family in result["families"].values()]
+    assert len(checks) == 4 + (load_dtype is not None)
+    assert all(f", {dtype or 'float32'}" in check["name"] for check in checks[:-1])
+
+
+def test_parity_of_a_family_is_of_its_variants_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parity, "check_all", lambda *_, **__: parity.Parity([], "float32"))
+    _, result = run_json(capsys, "parity", "--family", "lfm2", "--family", "qwen3")
+    assert list(result["families"]) == ["lfm2", "lfm2, odd sizes, untied", "qwen3", "qwen3, odd sizes, tied"]
+    assert main(["parity", "--family", "lfm3"]) == 2
+    assert "--family must be one of bailing_hybrid, bamba, " in capsys.readouterr().err
 
 
 def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_state_are(tmp_path: Path) -> None:
@@ -57,12 +100,14 @@ def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_sta
     assert check.passed, check
 
 
-def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
-    """Let `hybrid parity` run one scenario."""
+def only_repeated_prompts(patch: pytest.MonkeyPatch, logits: bool = False) -> None:
+    """Let `hybrid parity` run one scenario, and compare logits if they are asked for."""
     patch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    for name in ("against_transformers", "drafts", "files", "predicted"):
+    for name in ("drafts", "files", "predicted"):
         patch.setattr(parity, name, lambda *_: [])
-    patch.setattr(parity, "transformers_logits", lambda *_: np.zeros(()))
+    if not logits:
+        patch.setattr(parity, "against_transformers", lambda *_: [])
+        patch.setattr(parity, "transformers_logits", lambda *_: np.zeros(()))
     patch.setattr(parity, "second_process", lambda _: ThreadPoolExecutor(1))
 
 
@@ -433,7 +478,7 @@ def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
     (tmp_path / "log.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     given = SMALL | {"doctor": [str(tmp_path / "log.jsonl"), "--model", "32768,51511296"]}
     check = parity.Check("a check", True, None, "")
-    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check]))
+    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check], "float32"))
     monkeypatch.setattr(demo.Demo, "run", lambda *_: [])
     monkeypatch.setattr(demo, "judge", lambda _: demo.Verdict(True, True, 1, 1, {}))
     monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)
