@@ -6,10 +6,13 @@
     python bench/hit_rate.py --reference bench/reference.json --traces DIR --policy lhd     # DIR: bench/traces.py
 
 A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in
-order of arrival. `--traces DIR` (or HYBRID_TRACES) is where traces are found by name. Requests run one after another; a
-request's hit is the part that need not be computed again, at most its length - 1; afterwards its input and output are
-in the cache. `--budget-gb inf` never runs out. `--reference` runs every cell of a file of known figures. The value of a
-line is the token hit rate in percent. Exit status 1 when a target is missed.
+order of arrival; or a folder or a packed file of recorded sessions, as `hybrid doctor` reads them, with `--users N` as
+many at a time in a closed loop: a request is served when it comes, and its answer takes what `--prefill-rate` and 50
+tokens per second say. With `--crossover` saved compute and times to the first token are given too. `--traces DIR` (or
+HYBRID_TRACES) is where traces are found by name. Requests run one after another; a request's hit is the part that need
+not be computed again, at most its length - 1; afterwards its input and output are in the cache. `--budget-gb inf` never
+runs out. `--reference` runs every cell of a file of known figures. The value of a line is the token hit rate in
+percent. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import re
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,6 +39,9 @@ from tqdm import tqdm
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
+from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, ClosedLoop
+from hybrid.doctor.sessions import SessionLog, is_session
+from hybrid.doctor.sizes import Sizes
 from hybrid.key import Key
 from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
 from hybrid.tiers.host import COPY
@@ -64,9 +71,27 @@ Request = tuple[array, int]
 """Token ids of input and output, and how many of them are input."""
 
 
-def load_trace(name: str, folder: Path | None) -> list[Request]:
+class SessionTrace(Sequence[Request]):
+    """The requests of recorded sessions in order of arrival; each is made when it is asked for."""
+
+    def __init__(self, log: SessionLog) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return len(self.log.requests)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        request = self.log.requests[number]
+        return self.log.token_ids(request), request.num_prompt
+
+
+def load_trace(name: str, folder: Path | None) -> Sequence[Request]:
     """The requests of a trace, by file or by name."""
     path = Path(name)
+    if path.exists() and is_session(path):
+        return SessionTrace(SessionLog.read([path]))
     if not path.is_file():
         if folder is None:
             sys.exit(f"{name!r} is not a file; give --traces DIR (or HYBRID_TRACES) with a {name}.jsonl in it")
@@ -184,6 +209,43 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float, folder: 
     return cache
 
 
+class Order:
+    """The numbers of requests in order: as they are, or of recorded sessions in a closed loop.
+
+    Args:
+        requests: of a trace.
+        users: sessions at a time; None: as they are.
+    """
+
+    def __init__(self, requests: Sequence[Request], users: int | None) -> None:
+        self._count = len(requests)
+        self._loop: ClosedLoop | None = None
+        self._ends: list[tuple[float, int]] = []  # of requests that are served
+        self._now = 0.0
+        if users is not None:
+            if not isinstance(requests, SessionTrace):
+                sys.exit("--users N replays recorded sessions, and this trace is none; leave it out")
+            self._loop = ClosedLoop([one.turn for one in requests.log.requests], users)
+
+    def __iter__(self) -> Iterator[int]:
+        if self._loop is None:
+            yield from range(self._count)
+            return
+        due = self._loop.due
+        while due or self._ends:
+            if self._ends and (not due or self._ends[0] <= due[0]):
+                time, number = heappop(self._ends)
+                self._loop.ended(number, time)
+            else:
+                self._now, number = heappop(due)
+                yield number
+
+    def serve(self, number: int, seconds: float) -> None:
+        """A request that has come takes that long."""
+        if self._loop is not None:
+            heappush(self._ends, (self._now + seconds, number))
+
+
 @patch("hybrid.tiers.cost.Cost.note", lambda *args: None)  # nothing is copied: it takes as long as is assumed
 def run(
     args: argparse.Namespace,
@@ -195,17 +257,23 @@ def run(
     known: dict[str, float] | None = None,
 ) -> Line:
     """Run a trace through the bookkeeping. `known`: what others have there, in percent."""
-    folder, hits, spent = TemporaryDirectory(), 0, 0.0
+    folder, hits, spent, computed = TemporaryDirectory(), 0, 0.0, array("l")
+    sizes, saved, whole = Sizes(1, 0, crossover=args.crossover), 0.0, 0.0
     cache = cache_of(args, geometry, budget_gb, folder.name)
     title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
-    for ids, num_input in tqdm(requests, desc=title, unit="request", disable=None, leave=False):
+    order = Order(requests, args.users)
+    for number in tqdm(order, desc=title, total=len(requests), unit="request", disable=None, leave=False):
+        ids, num_input = requests[number]
         start = time.perf_counter()
-        hits += serve(cache, Key.of(ids), num_input)[0]
+        hit = serve(cache, Key.of(ids), num_input)[0]
         spent += time.perf_counter() - start
+        hits, saved, whole = hits + hit, saved + sizes.cost(hit), whole + sizes.cost(num_input)
+        computed.append(num_input - hit)
+        order.serve(number, (num_input - hit) / args.prefill_rate + (len(ids) - num_input) / DECODE_RATE)
         if args.audit:
             cache.audit()
     stats = cache.stats()
-    hit = round(100 * hits / max(sum(num_input for _, num_input in requests), 1), 2)
+    hit_rate = round(100 * hits / max(hits + sum(computed), 1), 2)
     evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
     offered = max(1, stats.host_bytes_offered or stats.disk_bytes_offered)
     for where in ("host", "disk"):
@@ -217,7 +285,12 @@ def run(
     folder.cleanup()
     micros = round(1e6 * spent / max(len(requests), 1), 1)
     details = {"requests": len(requests), "us_per_request": micros, **evicted}
-    return Line(title, hit, target, part=geometry, medians={**(known or {})}, unit="%", details=details)
+    if args.crossover is not None:
+        waits = sorted(computed)
+        middle = {"mean": sum(waits) / len(waits), "p50": waits[len(waits) // 2], "p90": waits[len(waits) * 9 // 10]}
+        details["saved_compute"] = round(100 * saved / whole, 2)
+        details["first_token_s"] = {name: round(tokens / args.prefill_rate, 3) for name, tokens in middle.items()}
+    return Line(title, hit_rate, target, part=geometry, medians={**(known or {})}, unit="%", details=details)
 
 
 def run_reference(args: argparse.Namespace) -> list[Line]:
@@ -252,6 +325,11 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", type=float, default=0.0, help="host memory behind it, in multiples of the budget")
     parser.add_argument("--disk", type=float, default=0.0, help="a disk behind them, likewise")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
+    text = "tokens of context at which attention takes as much to compute as all else: saved compute is given too"
+    parser.add_argument("--crossover", type=int, help=text)
+    parser.add_argument("--users", type=int, help="of recorded sessions as many at a time, in a closed loop")
+    text = f"tokens of prompts that are computed per second (default: {PREFILL_RATE:g})"
+    parser.add_argument("--prefill-rate", type=float, default=PREFILL_RATE, help=text)
     parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")
     where = os.environ.get("HYBRID_TRACES")

@@ -245,7 +245,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid doctor`."""
     add = parser.add_argument
-    text = "files of logged requests, one a line; or: anonymize FILE; or: watch URL [FILE...]"
+    text = "files of logged requests, one a line; folders of recorded sessions; or: anonymize FILE; or: watch URL"
     add("traffic", metavar="TRAFFIC", nargs="+", help=text)
     text = "whose sizes: a config.json, its folder, a hub id, 'tiny', or bytes per token and of a state, 32768,51511296"
     add("--model", help=f"{text} (default: these, of a Qwen3.5 with 4B parameters; of watch: what hybrid serve shows)")
@@ -266,6 +266,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     add("--prefill-rate", type=seconds, metavar="N", help=text)
     text = "tokens per second of each answer, where requests come by their times (default: 50)"
     add("--decode-rate", type=seconds, metavar="N", help=text)
+    text = "recorded sessions at a time: the next request of each after its answer and its pause (default: by times)"
+    add("--users", type=integer(1), metavar="N", help=text)
+    text = "seconds between the beginnings of recorded sessions, on average (default: as recorded, else 240)"
+    add("--gap", type=seconds, metavar="S", help=text)
+    text = "seconds that nothing happens in a recorded session, at most (default: 1800)"
+    add("--max-pause", type=seconds, default=1800.0, metavar="S", help=text)
     add("--price", type=seconds, metavar="P", help="of a million tokens of prompts that are computed, for costs")
     add("--within", type=seconds, default=5.0, help="points that watch allows between server and replay (default: 5)")
     add("--api-key", help=f"of watch: key of a server that needs one (default: {API_KEY} in the environment)")

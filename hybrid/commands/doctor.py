@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hybrid.commands.commands import API_KEY, Outcome
 from hybrid.doctor.replay import replay
+from hybrid.doctor.sessions import MAX_PAUSE
 from hybrid.doctor.sizes import Sizes
 from hybrid.doctor.text import Template
 from hybrid.doctor.traffic import Traffic, anonymize, check_file
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     template = Template(_tokenizer(args.tokenizer))
     if first == "anonymize":
         return _anonymize(args, console, template, rest)
-    traffic = _read(args.traffic, template)
+    traffic = _read(args.traffic, template, args.gap, args.max_pause)
     report = replay(
         traffic,
         _sizes(args),
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         prefill_rate=args.prefill_rate,
         decode_rate=args.decode_rate,
         price=args.price,
+        users=args.users,
         progress=True,
     )
     report.print(console)
@@ -62,13 +64,13 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     return Outcome(True, report.to_json())
 
 
-def _read(names: list[str], template: Template) -> Traffic:
+def _read(names: list[str], template: Template, gap: float | None = None, max_pause: float = MAX_PAUSE) -> Traffic:
     """Read files of traffic, with a bar on a terminal."""
     for name in names:
         check_file(Path(name))
     total = sum(Path(name).stat().st_size for name in names)
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        return Traffic.read(names, template, bar.update)
+        return Traffic.read(names, template, bar.update, gap=gap, max_pause=max_pause)
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

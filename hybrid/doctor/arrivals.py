@@ -1,14 +1,18 @@
-"""Requests as they come: by the times of a log, or as many at a time, and each after the answer that its prompt has."""
+"""Requests as they come: by the times of a log, as many at a time, or as the answers before them let their clients send
+them; and each after the answer that its prompt has."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from hybrid.doctor.past import STEP, Fact
-from hybrid.doctor.request import LoggedRequest
+from hybrid.doctor.request import LoggedRequest, Turn
+from hybrid.doctor.traffic import Traffic
 
 
 class ArrivedRequest(NamedTuple):
@@ -37,13 +41,23 @@ class Pace(NamedTuple):
         concurrency: requests that are in flight at a time; None: they come by their times.
         prefill_rate: tokens of prompts per second.
         decode_rate: tokens per second of each answer.
+        users: sessions at a time; the next request of each comes when its answer and its pause are over, and where a
+            session ends another begins. None: nobody waits.
     """
 
     concurrency: int | None = 1
     prefill_rate: float = PREFILL_RATE
     decode_rate: float = DECODE_RATE
+    users: int | None = None
+
+    def arrivals(self, traffic: Traffic, given: Iterable[tuple[LoggedRequest, Fact]]) -> Arrivals:
+        """The requests of traffic, as they come by it. `given`: in order, to be iterated where they come in order."""
+        return Arrivals(given, self) if self.users is None else SessionArrivals(traffic, self)
 
     def __str__(self) -> str:
+        if self.users is not None:
+            rates = f"{self.prefill_rate:,g} tokens of prompts per second and {self.decode_rate:,g} of each answer"
+            return f"of {self.users:,} sessions at a time, each after its answer and its pause, served at {rates}"
         if self.concurrency is None:
             rates = f"{self.prefill_rate:,g} tokens of prompts per second and {self.decode_rate:,g} of each answer"
             return f"by their times, served at {rates}"
@@ -59,6 +73,9 @@ class Arrivals:
     Args:
         traffic: requests, in order.
         pace: how they come, and how long a step takes.
+
+    Attributes:
+        waits: seconds to the first token of each request that has it, in order of these tokens.
     """
 
     def __init__(self, traffic: Iterable[tuple[LoggedRequest, Fact]], pace: Pace) -> None:
@@ -70,6 +87,8 @@ class Arrivals:
         self._open: set[int] = set()  # requests that have come, or wait for an answer, and have not ended
         self._num_running = 0
         self._since, self._prefill, self._decode = 0.0, 0, 0  # the time is that, and what was computed since
+        self._came: dict[int, float] = {}  # when those that run or wait came
+        self.waits: array[float] = array("d")
 
     @property
     def now(self) -> float:
@@ -84,24 +103,35 @@ class Arrivals:
             arrival = self._look()
             if arrival is None or self._time_of(arrival) > self.now:
                 return None
-            self._ahead = None
+            time = self._time_of(arrival)
+            self._pass(arrival)
             self._open.add(arrival.number)
             if arrival.follows in self._open:
                 self._held.setdefault(arrival.follows, []).append(arrival)
             else:
-                self._ready.append(arrival)
+                self._come(arrival, time)
         return self._ready[0]
 
     def take(self) -> ArrivedRequest:
         """Take the request that `peek` has returned: it runs."""
         self._num_running += 1
-        return self._ready.popleft()
+        arrival = self._ready.popleft()
+        self._came[arrival.number] = max(
+            self._came[arrival.number], -math.inf if self._concurrency is None else self.now
+        )
+        return arrival
+
+    def answers(self, arrival: ArrivedRequest) -> None:
+        """The first token of an answer is there."""
+        self.waits.append(self.now - self._came.pop(arrival.number))
 
     def ended(self, arrival: ArrivedRequest) -> None:
         """A request that was taken has its answer."""
         self._num_running -= 1
         self._open.discard(arrival.number)
-        self._ready.extend(self._held.pop(arrival.number, ()))
+        self._came.pop(arrival.number, None)
+        for other in self._held.pop(arrival.number, ()):
+            self._come(other, self.now)
 
     def passed(self, prefill: int, decode: int) -> None:
         """Steps are done.
@@ -131,6 +161,15 @@ class Arrivals:
         self._since, self._prefill, self._decode = max(self.now, self._time_of(arrival)), 0, 0
         return True
 
+    def _come(self, arrival: ArrivedRequest, time: float) -> None:
+        """A request has come."""
+        self._came[arrival.number] = time
+        self._ready.append(arrival)
+
+    def _pass(self, arrival: ArrivedRequest) -> None:
+        """The next request of the traffic is another than this."""
+        self._ahead = None
+
     def _look(self) -> ArrivedRequest | None:
         """The next request of the traffic."""
         if self._ahead is None:
@@ -143,6 +182,82 @@ class Arrivals:
         """When it comes; where that is not known, after those before it."""
         time = arrival.request.time
         return -math.inf if self._concurrency is not None or time is None else time
+
+
+class ClosedLoop:
+    """Recorded sessions in a closed loop: a request comes after the answers that it waits for, and its pause.
+
+    Args:
+        turns: the places of all requests in their sessions.
+        users: sessions at a time; where one ends, another begins.
+
+    Attributes:
+        due: requests that wait for nothing but a time: a heap of times in seconds, and their numbers.
+    """
+
+    def __init__(self, turns: Sequence[Turn], users: int) -> None:
+        self.due: list[tuple[float, int]] = []
+        self._turns = turns
+        self._missing = [len(turn.after) for turn in turns]
+        self._followers: dict[int, list[int]] = {}
+        self._left = Counter(turn.session for turn in turns)
+        self._first: dict[int, list[int]] = {}  # of sessions that have not begun
+        for number, turn in enumerate(turns):
+            for other in turn.after:
+                self._followers.setdefault(other, []).append(number)
+            if not turn.after:
+                self._first.setdefault(turn.session, []).append(number)
+        for _ in range(users):
+            self._begin_session(0.0)
+
+    def ended(self, number: int, now: float) -> None:
+        """A request has its answer."""
+        for other in self._followers.pop(number, ()):
+            self._missing[other] -= 1
+            if not self._missing[other]:
+                heappush(self.due, (now + self._turns[other].pause, other))
+        session = self._turns[number].session
+        self._left[session] -= 1
+        if not self._left[session]:
+            self._begin_session(now)
+
+    def _begin_session(self, now: float) -> None:
+        if self._first:
+            for number in self._first.pop(next(iter(self._first))):
+                heappush(self.due, (now, number))
+
+
+class SessionArrivals(Arrivals):
+    """The requests of recorded sessions, as they come in a closed loop.
+
+    Args:
+        traffic: of recorded sessions.
+        pace: as many users as are there at a time.
+    """
+
+    def __init__(self, traffic: Traffic, pace: Pace) -> None:
+        super().__init__((), pace)
+        self._requests, self._loop = traffic, ClosedLoop(traffic.turns, pace.users or 1)
+
+    def ended(self, arrival: ArrivedRequest) -> None:
+        """A request that was taken has its answer: those that waited for it come after their pauses."""
+        super().ended(arrival)
+        self._loop.ended(arrival.number, self.now)
+
+    def _look(self) -> ArrivedRequest | None:
+        if not self._loop.due:
+            return None
+        number = self._loop.due[0][1]
+        if self._ahead is None or self._ahead.number != number:
+            self._ahead = ArrivedRequest(number, *self._requests[number], None)
+        return self._ahead
+
+    def _pass(self, arrival: ArrivedRequest) -> None:
+        heappop(self._loop.due)
+        super()._pass(arrival)
+
+    def _time_of(self, arrival: ArrivedRequest) -> float:
+        return self._loop.due[0][0]
 
 
 def _follows(number: int, request: LoggedRequest, fact: Fact) -> int | None:

@@ -40,7 +40,7 @@ class InFlightRequest:
         request: what is to be computed: of one that begins again, its prompt ends where it was.
         running: on the engine; twin: on the one with endless memory, if there is one.
         end: tokens that are computed of it in all.
-        has_begun: it ran before.
+        has_begun: it ran before; has_answer: and had the first token of its answer.
     """
 
     arrival: ArrivedRequest
@@ -49,6 +49,7 @@ class InFlightRequest:
     twin: Any = None
     end: int = 0
     has_begun: bool = False
+    has_answer: bool = False
 
     @property
     def is_prompt(self) -> bool:
@@ -130,9 +131,13 @@ class ReplayLoop:
             if flight in self._running:
                 self._advance(flight, end)
         self._has_changed = count == limit or self._num_prefilled > 0 or len(self._running) != num_running
+        self._arrivals.passed(self._num_prefilled, count if is_decoding else 0)
+        for flight in self._running if self._num_prefilled else ():
+            if not flight.has_answer and not flight.is_prompt:
+                flight.has_answer = True
+                self._arrivals.answers(flight.arrival)
         for flight in [flight for flight in self._running if flight.running.computed >= flight.end]:
             self._end(flight)
-        self._arrivals.passed(self._num_prefilled, count if is_decoding else 0)
 
     def _num_steps(self) -> tuple[int, int]:
         """How many steps are alike, and after how many something changes in the memory: answers get a token each, and

@@ -34,7 +34,7 @@ class Served:
 
     Attributes:
         arrival, request, stats: what it is, in traffic and in vLLM, and what vLLM notes of its prompt.
-        has_begun: it was given a first step.
+        has_begun: it was given a first step; has_answer: and has the first token of its answer.
         twin: on the engine with endless memory, if there is one.
     """
 
@@ -42,6 +42,7 @@ class Served:
     request: Any
     stats: Any
     has_begun: bool = False
+    has_answer: bool = False
     twin: Any = None
 
 
@@ -126,6 +127,10 @@ class InstalledVllm:
         self._scheduler.update_from_output(planned, out)
         self._arrivals.passed(prefill, decode)
         for rid in ids:
+            served = self._served[rid]
+            if not served.has_answer and served.request.num_computed_tokens >= served.arrival.request.num_prompt:
+                served.has_answer = True
+                self._arrivals.answers(served.arrival)
             if self._served[rid].request.is_finished():
                 self._end(rid)
         return begun

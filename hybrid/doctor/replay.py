@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, Arrivals, ArrivedRequest, Pace
+from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, ArrivedRequest, Pace
 from hybrid.doctor.batch import Begun, ReplayLoop
 from hybrid.doctor.bound import Bound
 from hybrid.doctor.causes import Cause, causes_of
@@ -61,6 +61,7 @@ def replay(
     prefill_rate: float | None = None,
     decode_rate: float | None = None,
     price: float | None = None,
+    users: int | None = None,
     progress: bool = False,
 ) -> Report:
     """Replay traffic on engines, and say what hits, what does not, why, and what would change it.
@@ -79,6 +80,8 @@ def replay(
             by their times are served at 10,000.
         decode_rate: tokens per second of each answer; None: 50.
         price: of a million tokens of prompts that are computed; None: money is not given.
+        users: of recorded sessions as many at a time, in a closed loop: the next request of each comes when its answer
+            and its pause are over. None: by the times of their requests.
         progress: show bars on a terminal.
 
     Raises:
@@ -92,7 +95,7 @@ def replay(
     sizes_of_memory = [byte_count("memory", given) for given in memories]
     if engines[:1] == [BOUND]:
         raise ArgumentError("a bound cannot be explained: give an engine first, as --engine vllm --engine bound")
-    pace = pace_of(traffic, concurrency, prefill_rate, decode_rate)
+    pace = pace_of(traffic, concurrency, prefill_rate, decode_rate, users)
     rows: list[Row] = []
     for name in engines:
         if name == BOUND:
@@ -101,14 +104,24 @@ def replay(
         for size in sizes_of_memory:
             is_first = not rows
             rows.append(_run(traffic, sizes, name, size, pace, models=models, with_causes=is_first, progress=progress))
+    if prefill_rate is None and pace.concurrency is not None:
+        for row in rows:
+            row.waits = ()  # no rate is stated
     report = Report(traffic, sizes, rows, str(pace), prefill_rate=prefill_rate, price=price)
     if cures:
         report.cures = _cures(traffic, sizes, rows[0], pace, progress)
     return report
 
 
-def pace_of(traffic: Traffic, concurrency: int | None, prefill_rate: float | None, decode_rate: float | None) -> Pace:
-    """How the requests of traffic come: as many at a time, else by their times, else one after the other.
+def pace_of(
+    traffic: Traffic,
+    concurrency: int | None,
+    prefill_rate: float | None,
+    decode_rate: float | None,
+    users: int | None = None,
+) -> Pace:
+    """How the requests of traffic come: of as many sessions at a time, as many at a time, else by their times, else one
+    after the other.
 
     Raises:
         ArgumentError: a number is less than it must be.
@@ -116,9 +129,14 @@ def pace_of(traffic: Traffic, concurrency: int | None, prefill_rate: float | Non
     rates = prefill_rate or PREFILL_RATE, decode_rate or DECODE_RATE
     if concurrency is not None and concurrency < 1:
         raise ArgumentError(f"--concurrency must be at least 1 request at a time; got {concurrency}")
+    if users is not None and (users < 1 or concurrency is not None or not traffic.turns):
+        raise ArgumentError(
+            f"--users N is a number of recorded sessions at a time, at least 1, without --concurrency; got {users}"
+            + ("" if traffic.turns else ", and this traffic is no recorded sessions but a log")
+        )
     if min(rates) <= 0:
         raise ArgumentError(f"rates must be above 0 tokens per second; got {prefill_rate} and {decode_rate}")
-    return Pace(concurrency or (None if traffic.has_times else 1), *rates)
+    return Pace(concurrency or (None if traffic.has_times else 1), *rates, users)
 
 
 def _run(
@@ -138,6 +156,7 @@ def _run(
     make = None if models else own.make
     row = Row(name, memory, traffic.num_prompt_tokens, scheduler="a model" if models else own.name)
     given = _shown(traffic, f"{name}, {amount(memory)}", progress)
+    arrivals = pace.arrivals(traffic, given)
     is_serial = pace.concurrency == 1
     is_endless = traffic.num_new_tokens <= MAX_ENDLESS
     most = Endless(traffic.num_tokens) if is_endless else TIMES_ENDLESS * memory
@@ -146,14 +165,18 @@ def _run(
     evicted = EvictedTokens()
     start = time.perf_counter()
     if make is not None:
-        served = make(sizes, memory, Arrivals(given, pace), endless).run()
+        served = make(sizes, memory, arrivals, endless).run()
     elif is_serial:
         served = _one_by_one(engine, given, endless)
     else:
-        served = ReplayLoop(engine, Arrivals(given, pace), endless).run()
+        served = ReplayLoop(engine, arrivals, endless).run()
+    saved = whole = 0.0
     with _without_collector():
         for (number, request, fact, _), hit, kept in served:
             row.hit_tokens += hit.num_tokens
+            saved, whole = saved + sizes.cost(hit.num_tokens), whole + sizes.cost(request.num_prompt)
+            if is_serial and make is None:
+                arrivals.waits.append((request.num_prompt - hit.num_tokens) / pace.prefill_rate)
             if with_causes:
                 finished = in_turn.serve(request) if in_turn is not None else None
                 found = causes_of(request, fact, hit, kept, finished, is_endless)
@@ -161,7 +184,8 @@ def _run(
                     row.causes[cause] = row.causes.get(cause, 0) + count
                 lost = found.get(Cause.EVICTED, 0) + found.get(Cause.STATE_EVICTED, 0)
                 evicted.add(number, request, fact, hit.num_tokens, lost)
-    row.seconds = time.perf_counter() - start
+    row.seconds, row.waits = time.perf_counter() - start, arrivals.waits
+    row.saved_compute = 100 * saved / max(1.0, whole) if sizes.crossover else None
     if with_causes:
         row.evicted = evicted.parts()
     return row
@@ -273,7 +297,7 @@ def _cures(traffic: Traffic, sizes: Sizes, row: Row, pace: Pace, progress: bool)
             template = each.template()
             template.tokenizer = traffic.tokenizer
             other = Traffic.read(traffic.paths, template)
-        how = pace._replace(concurrency=1) if each.in_turn else pace
+        how = pace._replace(concurrency=1, users=None) if each.in_turn else pace
         tried = _run(other, sizes, each.engine, each.memory, how, progress=progress, **each.options)
         made.append(Cure(each.name, each.how, tried.num_tokens, tried.hit_tokens, row.computed - tried.computed))
     return sorted(made, key=lambda cure: -cure.saved)

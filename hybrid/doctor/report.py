@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -46,6 +47,8 @@ class Row:
         seconds: that the engine's bookkeeping took.
         scheduler: what was replayed on: a model of the engine's scheduler, or its own.
         causes: tokens that were not a hit, by cause; empty: not asked for.
+        waits: seconds to the first token of each request that had it, by the rates of the replay.
+        saved_compute: percent of what computing all prompts takes, by the sizes' crossover; None: it is not known.
         evicted: what was evicted and asked for again, by kind and age; they add up to its two causes.
     """
 
@@ -56,6 +59,8 @@ class Row:
     seconds: float = 0.0
     causes: dict[Cause, int] = field(default_factory=dict)
     evicted: list[EvictedPart] = field(default_factory=list)
+    waits: Sequence[float] = ()
+    saved_compute: float | None = None
     scheduler: str = "a model"
 
     @property
@@ -67,6 +72,26 @@ class Row:
     def computed(self) -> int:
         """Tokens of prompts that are computed."""
         return self.num_tokens - self.hit_tokens
+
+    @property
+    def first_token(self) -> dict[str, float]:
+        """Seconds to the first token: mean, median and 90th percentile; empty: nobody has one."""
+        if not self.waits:
+            return {}
+        ordered = sorted(self.waits)
+        at = {"mean": sum(ordered) / len(ordered), "p50": ordered[len(ordered) // 2]}
+        return {**at, "p90": ordered[len(ordered) * 9 // 10]}
+
+    @property
+    def shown_compute(self) -> str:
+        """What it saves of computing all prompts, in words; empty: not known."""
+        return "" if self.saved_compute is None else f"{self.saved_compute:.1f} %"
+
+    @property
+    def shown_waits(self) -> str:
+        """Seconds to the first token in words; empty: not known."""
+        found = self.first_token
+        return f"{found['mean']:.2g}, {found['p50']:.2g}, {found['p90']:.2g} s" if found else ""
 
 
 @dataclass
@@ -160,6 +185,8 @@ class Report:
                     "computed_tokens": row.computed,
                     "seconds": round(row.seconds, 3),
                     **({"cost": self.cost(row.computed)} if self.cost(row.computed) else {}),
+                    **({} if row.saved_compute is None else {"saved_compute": round(row.saved_compute, 3)}),
+                    **({"first_token": row.first_token} if row.first_token else {}),
                 }
                 for row in self.rows
             ],
@@ -188,10 +215,16 @@ class Report:
             markup=False,
             soft_wrap=True,
         )
-        table = Table("engine", "memory", "hit rate", "computed", "cost", "replayed in", box=None)
-        for row in self.rows:
-            cells = (f"{row.hit_rate:.1f} %", f"{row.computed:,}", self.cost(row.computed), f"{row.seconds:.1f} s")
-            table.add_row(row.engine, amount(row.memory), *cells)
+        shown = {
+            "saved compute": [row.shown_compute for row in self.rows],
+            "first token: mean, half, 90 %": [row.shown_waits for row in self.rows],
+        }
+        more = {name: cells for name, cells in shown.items() if any(cells)}
+        table = Table("engine", "memory", "hit rate", *more, "computed", "cost", "replayed in", box=None)
+        for place, row in enumerate(self.rows):
+            own = (column[place] for column in more.values())
+            cells = (f"{row.computed:,}", self.cost(row.computed), f"{row.seconds:.1f} s")
+            table.add_row(row.engine, amount(row.memory), f"{row.hit_rate:.1f} %", *own, *cells)
         console.print(table)
         if self.schedulers:
             console.print(f"replayed on {self.schedulers}", markup=False, soft_wrap=True)
@@ -307,7 +340,7 @@ class Report:
         rows = [
             f"<tr><td>{escape(row.engine)}, {amount(row.memory)}</td>"
             f"<td>{_bar(row.hit_tokens, row.num_tokens)}</td>"
-            f"<td class=n>{row.hit_rate:.1f} %</td></tr>"
+            f"<td class=n>{row.hit_rate:.1f} %{_more(row)}</td></tr>"
             for row in self.rows
         ]
         table = f"<h2>Hit rates</h2><table>{''.join(rows)}</table>"
@@ -343,6 +376,13 @@ def amount(num_bytes: int) -> str:
 def _place(example: Example) -> str:
     where = f"token {example.token:,}" + (f", character {example.character:,}" if example.character else "")
     return f"{example.rewrite.value}: line {example.line} differs from line {example.before} at {where}"
+
+
+def _more(row: Row) -> str:
+    """What else is known of a replay, below its hit rate."""
+    compute, waits = row.shown_compute, row.shown_waits
+    parts = (f"compute saved {compute}" if compute else "", f"first token {waits}" if waits else "")
+    return "".join(f"<br><small>{part}</small>" for part in parts if part)
 
 
 def _bar(part: float, whole: float) -> str:

@@ -16,6 +16,27 @@ MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The place of a request in a recorded session.
+
+    Attributes:
+        session, conversation: numbers; a session has a conversation for its main agent and one for each subagent.
+        after: numbers of the requests, in order of arrival, without whose answers it does not come.
+        pause: seconds between the last of these answers and it.
+        stop: reason for which its answer ended; "": not known.
+        next_in: seconds from the end of its answer, as recorded, to the next request of its conversation; None: it is
+            the last.
+    """
+
+    session: int
+    conversation: int
+    after: tuple[int, ...] = ()
+    pause: float = 0.0
+    stop: str = ""
+    next_in: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedRequest:
     """One request.
 
@@ -26,6 +47,7 @@ class LoggedRequest:
         num_tokens: tokens of the prompt and of the answer.
         time: of arrival, in seconds; None: not known.
         namespace: a tenant, a salt or an adapter; requests in different ones share nothing.
+        turn: its place in a recorded session; None: it is of none.
     """
 
     hashes: array[int]
@@ -33,6 +55,7 @@ class LoggedRequest:
     num_tokens: int
     time: float | None = None
     namespace: str = ""
+    turn: Turn | None = None
 
     @property
     def salt(self) -> int:

@@ -78,6 +78,8 @@ class Sizes:
         attention_layers, state_layers: layers that keep them.
         name: of the model, for reports.
         block_size: tokens of a block of vLLM; None: as many as vLLM chooses on a GPU.
+        crossover: tokens of context at which attention takes as much to compute for a token as all else: the model's
+            active parameters over 2 x layers of attention x heads x size of a head; None: not known.
 
     Raises:
         ArgumentError: a number is negative, a model keeps nothing per token, or a block is no multiple of 16 tokens.
@@ -89,6 +91,7 @@ class Sizes:
     state_layers: int = 24
     name: str = "given sizes"
     block_size: int | None = None
+    crossover: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.token_bytes, self.attention_layers) < 1 or min(self.state_bytes, self.state_layers) < 0:
@@ -98,6 +101,8 @@ class Sizes:
             )
         if self.block_size is not None and (self.block_size < UNIT or self.block_size % UNIT):
             raise ArgumentError(f"--block-size must be a multiple of {UNIT} tokens; got {self.block_size}")
+        if self.crossover is not None and self.crossover < 1:
+            raise ArgumentError(f"a crossover is a number of tokens, at least 1; got {self.crossover}")
 
     @classmethod
     def of_spec(cls, spec: HybridSpec, name: str) -> Sizes:
@@ -115,23 +120,26 @@ class Sizes:
         Args:
             model: a folder with a config.json, such a file of any name, a hub id, or bytes per token and per state as
                 "32768,51511296", with the numbers of layers that keep them if they are not 8 and 24:
-                "32768,51511296,8,24". Of a hub id the configuration alone is downloaded.
+                "32768,51511296,8,24", and with the crossover, which saved compute needs: "32768,51511296,8,24,140000".
+                Of a hub id the configuration alone is downloaded.
             dtype: in which the model runs; None: that of the configuration.
 
         Raises:
             CheckpointError: there is no such configuration. UnsupportedModelError: what its model keeps was not found.
-            ArgumentError: the numbers are not two or four.
+            ArgumentError: the numbers are not two, four or five.
         """
         parts = str(model).split(",")
         if all(part.strip().isdigit() for part in parts):
-            if len(parts) not in (2, 4):
+            if len(parts) not in (2, 4, 5):
                 raise ArgumentError(
                     f"--model {model}: give bytes per token and bytes of a state, as 32768,51511296, or these and the "
-                    "layers of attention and of states, as 32768,51511296,8,24"
+                    "layers of attention and of states, as 32768,51511296,8,24, or these and the tokens of context at "
+                    "which attention takes as much as all else, as 32768,51511296,8,24,140000"
                 )
             numbers = [int(part) for part in parts]
-            layers = numbers[2:] or [8, 24]
-            return cls(numbers[0], numbers[1], layers[0], layers[1], str(model))
+            layers = numbers[2:4] or [8, 24]
+            crossover = numbers[4] if len(numbers) > 4 else None
+            return cls(numbers[0], numbers[1], layers[0], layers[1], str(model), crossover=crossover)
         path = TINY if model == "tiny" else Path(model)
         config = _configuration(path)
         if dtype is None:
@@ -168,6 +176,10 @@ class Sizes:
         if not any(tokens):
             raise UnsupportedModelError(f"{name}: a {config.model_type!r} model keeps nothing per token; {BY_HAND}")
         return cls(sum(tokens) // length, sum(states), sum(map(bool, tokens)), sum(map(bool, states)), name)
+
+    def cost(self, num_tokens: int) -> float:
+        """What computing the first tokens of a prompt takes, in tokens without context."""
+        return num_tokens + (num_tokens * num_tokens / (2 * self.crossover) if self.crossover else 0.0)
 
     @property
     def vllm_block_size(self) -> int:

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 from hybrid.doctor.formats import FORMATS, Record, records
 from hybrid.doctor.past import Example, Fact, Rewrite, SeenTraffic
-from hybrid.doctor.request import HASH_BYTES, LoggedRequest, hashed
+from hybrid.doctor.request import HASH_BYTES, LoggedRequest, Turn, hashed
+from hybrid.doctor.sessions import MAX_PAUSE, SessionLog, is_session
 from hybrid.doctor.text import Template
 from hybrid.errors import ArgumentError
 
@@ -42,6 +43,7 @@ class Traffic:
         is_text: some are texts.
         has_times: it is known of all when they came.
         tokenizer: that made tokens of them; None: they are counted by words.
+        turns: places of the requests in recorded sessions; empty: they are of none.
         examples: requests that differ where they might have shared, by reason.
     """
 
@@ -56,7 +58,10 @@ class Traffic:
         self.has_times: bool = True
         self.tokenizer: Any = None
         self.examples: dict[Rewrite, Example] = {}
+        self.turns: list[Turn] = []
         self._namespaces: dict[str, int] = {}
+        self._names: list[str] = []
+        self._places = array("Q")
         self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hybrid-doctor-")  # noqa: SIM115 - gone with this
 
     @classmethod
@@ -65,13 +70,18 @@ class Traffic:
         paths: str | Path | Sequence[str | Path],
         template: Template | None = None,
         progress: Callable[[int], object] = lambda num_bytes: None,
+        *,
+        gap: float | None = None,
+        max_pause: float = MAX_PAUSE,
     ) -> Traffic:
         """Read files.
 
         Args:
-            paths: one file or several, in any of the formats that `hybrid.doctor.formats` knows.
+            paths: one file or several, in any of the formats that `hybrid.doctor.formats` knows; or folders and files
+                of recorded sessions, as `hybrid.doctor.sessions` reads them.
             template: makes tokens of texts; None: by words.
             progress: called with the number of bytes read.
+            gap, max_pause: of sessions, as in `SessionLog.read`.
 
         Raises:
             ArgumentError: there is no such file, it is empty, or a line is in no known format.
@@ -80,7 +90,14 @@ class Traffic:
         traffic, past, template = cls([Path(path) for path in named]), SeenTraffic(), template or Template()
         traffic.tokenizer = template.tokenizer
         start = time.perf_counter()
-        for path in traffic.paths:
+        sessions = [path for path in traffic.paths if is_session(path)]
+        if sessions and len(sessions) < len(traffic.paths):
+            other = next(path for path in traffic.paths if path not in sessions)
+            raise ArgumentError(f"{other}: no recorded session, and {sessions[0]} is one; give sessions alone, or logs")
+        if sessions:
+            for record in _of_sessions(SessionLog.read(sessions, gap, max_pause), traffic.turns):
+                traffic._add(record, past)
+        for path in [] if sessions else traffic.paths:
             check_file(path)
             for record in in_order(records(path, template, progress)):
                 traffic._add(record, past)
@@ -94,6 +111,9 @@ class Traffic:
         request = LoggedRequest(record.hashes, record.num_prompt, record.num_tokens, record.time, record.namespace)
         fact = past.add(record, request)
         number = self._namespaces.setdefault(record.namespace, min(len(self._namespaces), 65535))
+        if number == len(self._names):
+            self._names.append(record.namespace)
+        self._places.append(self._file.tell())
         self._file.write(
             HEAD.pack(
                 len(record.hashes),
@@ -119,16 +139,25 @@ class Traffic:
 
     def __iter__(self) -> Iterator[tuple[LoggedRequest, Fact]]:
         """The requests in the order of the files, with what the traffic says of each."""
-        names = list(self._namespaces)
+        return (self[number] for number in range(self.num_requests))
+
+    def __getitem__(self, number: int) -> tuple[LoggedRequest, Fact]:
+        """A request by its place in that order."""
         self._file.flush()
-        with open(os.dup(self._file.fileno()), "rb") as file:
-            file.seek(0)
-            while head := file.read(HEAD.size):
-                count, num_prompt, num_tokens, at, number, rewrite, *rest = HEAD.unpack(head)
-                hashes = array("Q", file.read(count * HASH_BYTES))
-                seen, elsewhere, rewritten, answer_from, age = rest
-                fact = Fact(seen, elsewhere, rewritten, REWRITES[rewrite], answer_from, age)
-                yield LoggedRequest(hashes, num_prompt, num_tokens, None if math.isnan(at) else at, names[number]), fact
+        handle, place = self._file.fileno(), self._places[number]
+        count, num_prompt, num_tokens, at, name, rewrite, *rest = HEAD.unpack(os.pread(handle, HEAD.size, place))
+        hashes = array("Q", os.pread(handle, count * HASH_BYTES, place + HEAD.size))
+        seen, elsewhere, rewritten, answer_from, age = rest
+        fact = Fact(seen, elsewhere, rewritten, REWRITES[rewrite], answer_from, age)
+        time_of, turn = None if math.isnan(at) else at, self.turns[number] if self.turns else None
+        return LoggedRequest(hashes, num_prompt, num_tokens, time_of, self._names[name], turn), fact
+
+
+def _of_sessions(log: SessionLog, turns: list[Turn]) -> Iterator[Record]:
+    """The requests of recorded sessions, and their places in these."""
+    for one in log.requests:
+        turns.append(one.turn)
+        yield Record(array("i"), one.num_prompt, one.num_tokens, log.hashes(one), None, one.time, "", one.number + 1)
 
 
 def in_order(given: Iterator[Record]) -> Iterator[Record]:
@@ -151,6 +180,8 @@ def check_file(path: Path) -> None:
     Raises:
         ArgumentError: it cannot.
     """
+    if path.is_dir() and is_session(path):
+        return
     if path.is_dir():
         raise ArgumentError(f"{path}: a folder; give a file of traffic, or several as {path}/*.jsonl")
     if not path.is_file():
@@ -173,6 +204,8 @@ def anonymize(
         ArgumentError: as in `Traffic.read`.
     """
     check_file(path)
+    if is_session(path):
+        raise ArgumentError(f"{path}: recorded sessions have no text in them; there is nothing to anonymize")
     key, first, count = secrets.token_bytes(32), None, 0
     for record in records(path, template or Template(), progress):
         hashes = hashed(record.ids, key) if record.ids else array("Q", b"".join(_digest(n, key) for n in record.hashes))
