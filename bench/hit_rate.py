@@ -28,6 +28,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +37,7 @@ from unittest.mock import patch
 from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
-from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
+from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError, Policy
 from hybrid.cache import placement
 from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
 from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, ClosedLoop
@@ -174,12 +175,26 @@ class NoContents:
         return self._checkpoint
 
 
+def policy_of(name: str) -> str | Policy:
+    """What `CacheConfig.eviction` is given: a name of `POLICIES` with its options, or an object of a class of one's
+    own, `module:Class`, which the module's folder or the current one has."""
+    module, colon, its_name = name.partition(":")
+    if not colon or module in POLICIES:
+        return name
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        return getattr(import_module(module), its_name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        sys.exit(f"--policy {name}: a class {its_name!r} in a module {module!r} cannot be made: {error}")
+
+
 def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float, folder: str) -> HybridCache:
     """The cache that a trace is run on. `folder`: for its disk."""
     config = CacheConfig(
         page_size=PAGE,
         chunk_size=PAGE,
-        eviction=args.policy,
+        eviction=policy_of(args.policy),
         placement=args.placement,
         state_dtype=args.state_dtype,
         seed=args.seed,
@@ -317,7 +332,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     shapes = ", ".join(GEOMETRIES)
     parser.add_argument("--geometry", metavar="NAME", help=f"{shapes}, or bytes of KV per token,bytes of a state")
     parser.add_argument("--budget-gb", type=float, help="memory, 1 GB = 1e9 bytes; inf: never runs out")
-    policies = f"what is evicted first: {', '.join(POLICIES)}, with options as in flop_aware:alpha=0.5 (default: lhd)"
+    policies = (
+        f"what is evicted first: {', '.join(POLICIES)}, with options as in flop_aware:alpha=0.5, or one of your own, "
+        "as module:Class (default: lhd)"
+    )
     parser.add_argument("--policy", default="lhd", help=policies)
     placements = ",".join(DEFAULT_PLACEMENT)
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")

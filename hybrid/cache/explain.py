@@ -55,6 +55,8 @@ def cache_off(key: Key) -> Explanation:
 
 def _reason(tree: Tree, key: Key, limit: int, match: Match) -> str:
     pages, usable, grid = match.num_page_tokens, match.num_tokens, tree.grid
+    if len(key) < grid:
+        return f"a hit ends at a multiple of {grid}, and the prompt is shorter"
     if not tree.knows(key.namespace) and not tree.was_evicted(key, match):
         return "nothing is cached in this namespace" if tree.num_pages else "the cache is empty"
     if match.branching_len is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,6 +231,18 @@ def _shown(traffic: Traffic, title: str, progress: bool) -> Iterable[tuple[Logge
     return tqdm(traffic, desc=title, total=traffic.num_requests, unit="request", disable=disable, leave=False)
 
 
+CHANGES = {
+    Cause.TOOLS: ("tools in one order", "sort_tools"),
+    Cause.THINKING: ("thinking kept in the history", "keep_thinking"),
+    Cause.DATE: ("dates and ids at the end of the prompt", "move_dates"),
+}
+"""Changes of texts in the client: what is changed, and by which field of `Template`, by the cause that it removes."""
+
+HELPS_MORE = 1.05
+"""All of these together are shown where they save this many times what the best of them saves alone: one cause can hide
+another."""
+
+
 @dataclass
 class Try:
     """Something that may help.
@@ -239,7 +251,7 @@ class Try:
         name: what is changed.
         how: what to type or to do.
         engine, memory, options: what is replayed.
-        template: for texts that are written differently; None: as they are.
+        template: arguments of `Template`, for texts that are written differently; empty: as they are.
         causes: it is tried where one of these was found; empty: always.
         in_turn: requests come one after the other.
     """
@@ -249,7 +261,7 @@ class Try:
     engine: str
     memory: int
     options: dict[str, Any] = field(default_factory=dict)
-    template: Callable[[], Template] | None = None
+    template: dict[str, bool] = field(default_factory=dict)
     causes: tuple[Cause, ...] = ()
     in_turn: bool = False
 
@@ -275,29 +287,30 @@ def _tries(row: Row, sizes: Sizes) -> list[Try]:
             "hybrid.vllm.Scheduler, or in SGLang --radix-cache-backend hybrid"
         )
         found.append(Try("eviction and placement of this package", how, "hybrid", memory))
-    for cause, title, template in (
-        (Cause.TOOLS, "tools in one order", lambda: Template(sort_tools=True)),
-        (Cause.THINKING, "thinking kept in the history", lambda: Template(keep_thinking=True)),
-        (Cause.DATE, "dates and ids at the end of the prompt", lambda: Template(move_dates=True)),
-    ):
-        found.append(Try(title, "in the client, or in the chat template", name, memory, {}, template, (cause,)))
+    where = "in the client, or in the chat template"
+    for cause, (title, change) in CHANGES.items():
+        found.append(Try(title, where, name, memory, {}, {change: True}, (cause,)))
+    how = f"{where}: {', '.join(title for title, _ in CHANGES.values())}"
+    changes = {change: True for _, change in CHANGES.values()}
+    found.append(Try("all changes of texts together", how, name, memory, {}, changes, tuple(CHANGES)))
     how = "in the client: the first of those that share a beginning, and the others when it answers"
     found.append(Try("one request after the other", how, name, memory, causes=(Cause.TOGETHER,), in_turn=True))
     return found
 
 
 def _cures(traffic: Traffic, sizes: Sizes, row: Row, pace: Pace, progress: bool) -> list[Cure]:
-    """Replay what may help, each by itself; the best first."""
-    made = []
+    """Replay what may help, each by itself, and changes of texts also together; the best first."""
+    made, most = [], 0  # most that one change of texts saves
     for each in _tries(row, sizes):
         if each.causes and not any(row.causes.get(cause) for cause in each.causes):
             continue
         other = traffic
-        if each.template is not None:
-            template = each.template()
-            template.tokenizer = traffic.tokenizer
-            other = Traffic.read(traffic.paths, template)
+        if each.template:
+            other = Traffic.read(traffic.paths, Template(traffic.tokenizer, **each.template))
         how = pace._replace(concurrency=1, users=None) if each.in_turn else pace
         tried = _run(other, sizes, each.engine, each.memory, how, progress=progress, **each.options)
-        made.append(Cure(each.name, each.how, tried.num_tokens, tried.hit_tokens, row.computed - tried.computed))
+        cure = Cure(each.name, each.how, tried.num_tokens, tried.hit_tokens, row.computed - tried.computed)
+        if len(each.template) < 2 or cure.saved > HELPS_MORE * most:  # else one change does what all do
+            made.append(cure)
+        most = max(most, cure.saved) if each.template else most
     return sorted(made, key=lambda cure: -cure.saved)

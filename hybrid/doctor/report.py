@@ -34,6 +34,11 @@ td:nth-child(n){width:auto;border:0}td:first-child{grid-column:1/3;padding-botto
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}small{color:#aaa}}
 """
 
+RANKS = (
+    "The order may differ from that of the causes: a token counts for the first thing that keeps it from being a hit, "
+    "and a change saves what does not miss for another reason then."
+)
+
 COLOURS = ("#4a90d9", "#e07b39", "#5aa469", "#9a6fb0", "#c0504d", "#888888")
 
 
@@ -249,7 +254,7 @@ class Report:
             console.print(f"\n{_place(example)}", markup=False, soft_wrap=True)
             console.print(f"  before: {example.old!r}\n  now:    {example.new!r}", markup=False, soft_wrap=True)
         if self.cures:
-            console.print("\nwhat would change it, each replayed by itself")
+            console.print(f"\nwhat would change it, each row replayed by itself\n{RANKS}", soft_wrap=True)
             table = Table("saved tokens", "hit rate", "change", "how", box=None)
             for cure in self.cures:
                 rate = f"{100 * cure.hit_tokens / max(1, cure.num_tokens):.1f} %"
@@ -304,7 +309,8 @@ class Report:
                 f"<small>{100 * cure.hit_tokens / max(1, cure.num_tokens):.1f} %</small></td></tr>"
                 for cure in self.cures
             ]
-            parts.append(f"<h2>What would change it, each replayed: tokens saved</h2><table>{''.join(rows)}</table>")
+            title = "What would change it, each replayed: tokens saved"
+            parts.append(f"<h2>{title}</h2><p><small>{RANKS}</small></p><table>{''.join(rows)}</table>")
         return "".join(parts)
 
     def plot(self) -> Any:

@@ -85,7 +85,7 @@ def draw_text(snapshot: Snapshot, *, width: int = 100, fold: bool = True) -> str
             indent += "   " if is_last else "│  "
             pending += [(child, indent, child == parts[-1]) for child in reversed(parts)]
     if not lines:
-        lines.append("(empty)")
+        lines.append(f"(empty: what is shorter than a page of {snapshot.page_size} tokens is not kept)")
     totals = snapshot.totals
     lines.append(
         f"pages: {totals['pages_cached']} cached, {totals['pages_private']} private, {totals['pages_free']} free; "

@@ -120,18 +120,19 @@ class Records:
         """A request begins."""
         self._live[record.id] = record
 
-    def end(self, record: RequestRecord, reason: str) -> None:
+    def end(self, record: RequestRecord, state: str, reason: str = "") -> None:
         """A request ends.
 
         Args:
-            reason: "stop", "length", "abort" or "error".
+            state: "stop", "length", "abort" or "error".
+            reason: for one of the last two.
         """
         if self._live.pop(record.id, None) is None:
             return
         name = record.tenant.name
         shown = record.as_json()
-        record.shown, record.output = {**shown, "state": reason}, None
-        self.counts[name, f"requests_{reason}"] += 1
+        record.shown, record.output = {**shown, "state": state} | ({"reason": reason} if reason else {}), None
+        self.counts[name, f"requests_{state}"] += 1
         for kind in ("prompt_tokens", "cached_tokens", "completion_tokens"):
             self.counts[name, kind] += shown.get(kind, 0)
         self._ended[record.id] = record

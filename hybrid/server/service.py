@@ -247,7 +247,8 @@ class Server:
                 outputs = await asyncio.gather(*(reading.last(at, stream) for at, stream in enumerate(streams)))
                 if not reading.has_left:
                     await call.respond(writer.whole(outputs), headers={"x-request-id": writer.id})
-        except Exception:
+        except Exception as error:
+            reading.error = error
             if not reading.has_left:
                 raise
         finally:
@@ -256,7 +257,8 @@ class Server:
                 timer.cancel()
             reading.abort()
             for record in records:
-                self.records.end(record, record.output.finish_reason or "abort" if record.output else "abort")
+                state = (record.output.finish_reason if record.output is not None else None) or "abort"
+                self.records.end(record, state, reading.reason(record) if state in ("abort", "error") else "")
 
     def _check_number(self, num_prompts: int) -> None:
         """Refuse calls with more prompts than the engine ever takes: to try again later would not help."""
@@ -282,6 +284,7 @@ class Server:
             else:
                 outputs = await asyncio.gather(*(pass_on(at, stream) for at, stream in enumerate(streams)))
         except Exception as error:
+            reading.error = error
             if not reading.has_left:
                 failure = failure_of(error)
                 if failure.status == 500:
@@ -302,6 +305,7 @@ class CallReader:
         streams: of the prompts that the engine has.
         has_left: the client left.
         failure: why it ends early otherwise; None: it does not.
+        error: that ended the call; None: none did.
     """
 
     def __init__(self, records: list[RequestRecord]) -> None:
@@ -309,6 +313,7 @@ class CallReader:
         self.streams: list[OutputStream] = []
         self.has_left: bool = False
         self.failure: HttpError | None = None
+        self.error: Exception | None = None
 
     def begin(self, streams: list[OutputStream]) -> None:
         """The engine has the prompts: read their streams, or abort them where the call has ended meanwhile."""
@@ -320,6 +325,19 @@ class CallReader:
         """Abort what has not ended."""
         for stream in self.streams:
             stream.abort()
+
+    def reason(self, record: RequestRecord) -> str:
+        """Why a request was aborted or failed, without any text of it: texts of errors may have some."""
+        if self.has_left:
+            return "the client left"
+        if self.failure is not None:
+            return self.failure.message
+        if record.output is not None and record.output.finish_reason == "error":
+            return f"an error: {record.output.error_code or 'internal'}"
+        if self.error is None:
+            return "the server is ending"
+        failure = failure_of(self.error)
+        return f"refused: {failure.code or failure.kind}" if failure.status < 500 else failure.kind
 
     async def watch(self, call: Call) -> None:
         """Abort everything when the client leaves."""

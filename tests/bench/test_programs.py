@@ -64,6 +64,21 @@ def test_a_trace_gives_the_same_figures_again_and_more_memory_hits_more(
     assert endless["hit"] > first["hit"] > 0
 
 
+def test_a_policy_of_ones_own_is_measured(
+    hit_rate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_policy.py").write_text(
+        "from hybrid import Policy\nclass Newest(Policy):\n    def rank(self, facts): return -facts.last_used\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    trace = write(tmp_path / "few.jsonl", [([at * 5 % 12] * 70, [1]) for at in range(60)])
+    custom = ["--trace", trace, "--geometry", "100,1000000", "--budget-gb", "0.006"]
+    hits = [run(hit_rate, capsys, *custom, "--policy", name)["hit"] for name in ("own_policy:Newest", "mru", "lru")]
+    assert hits[0] == hits[1] != hits[2]
+    with pytest.raises(SystemExit, match="a class 'Older' in a module 'own_policy'"):
+        run(hit_rate, capsys, *custom, "--policy", "own_policy:Older")
+
+
 def test_stored_checkpoints_hit_more_in_the_same_memory(
     hit_rate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

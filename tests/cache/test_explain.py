@@ -93,9 +93,11 @@ def test_all_of_it(cache: AuditedCache) -> None:
     assert reason(cache, "abcde", extra=1) == "all up to the last multiple of 4"
 
 
-def test_a_prompt_shorter_than_a_page_has_nothing_to_share(cache: AuditedCache) -> None:
+def test_a_prompt_shorter_than_the_grid_has_nothing_to_share(cache: AuditedCache) -> None:
+    short = "a hit ends at a multiple of 4, and the prompt is shorter"
+    assert reason(cache, "a", extra=1) == short  # and not "the cache is empty": it stays so
     serve(cache, key_of(cache, "abcd"))
-    assert reason(cache, "", extra=1) == "all up to the last multiple of 4"
+    assert reason(cache, "", extra=1) == reason(cache, "a") == short
 
 
 def test_the_cache_is_off() -> None:

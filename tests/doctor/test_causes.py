@@ -10,6 +10,7 @@ import pytest
 
 from hybrid.doctor import Report, Sizes, past, replay
 from hybrid.doctor.causes import Cause
+from hybrid.doctor.report import RANKS
 from support.doctor_traffic import TOOLS, logged, message, prose
 
 SIZES = Sizes(32768, 51511296)
@@ -56,6 +57,20 @@ def test_tools_in_random_order(tmp_path: Path) -> None:
     assert first_cause(report) is Cause.TOOLS
     assert "tool_" in report.examples[0].old and report.examples[0].old != report.examples[0].new
     assert max(report.cures, key=lambda cure: cure.saved).name == "tools in one order"
+
+
+def test_one_cause_hides_another_and_all_changes_are_replayed_together(tmp_path: Path) -> None:
+    rng, lines = random.Random(0), []
+    for n in range(24):
+        tools = rng.sample(TOOLS, len(TOOLS))
+        system = f"You help. It is 2026-11-26 10:{n:02d}:00 now. {prose(1, 1500)}"
+        asked = [message("system", system), message("user", prose(n + 10, 30))]
+        lines.append(logged(asked, message("assistant", "Yes"), tools=tools))
+    report = report_of(tmp_path, lines)
+    saved = {cure.name: cure.saved for cure in report.cures}
+    assert saved["all changes of texts together"] > 1.5 * saved["tools in one order"] > 0
+    report.write(tmp_path / "report.html")
+    assert RANKS in (tmp_path / "report.html").read_text()
 
 
 def test_thinking_that_is_stripped(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cach
 
 
 def test_an_empty_cache() -> None:
-    assert cache_with().draw().startswith("(empty)\npages: 0 cached")
+    why = "what is shorter than a page of 2 tokens is not kept"
+    assert cache_with().draw().startswith(f"(empty: {why})\npages: 0 cached")
 
 
 def test_a_chain_is_one_line_and_branches_are_named_where_they_part() -> None:

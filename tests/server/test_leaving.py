@@ -39,7 +39,8 @@ def left(parts: tuple[Script, Poster, Server]) -> Iterator[Callable[[], None]]:
             time.sleep(0.05)
         assert not any(held), held
         ended = post.get("/live").json()["ended"][0]
-        assert ended["state"] == "abort" and ended.get("completion_tokens", 0) < len(script.tokens(LONG))
+        assert ended["state"] == "abort" and ended["reason"] == "the client left"
+        assert ended.get("completion_tokens", 0) < len(script.tokens(LONG))
         script.says(LONG)
 
     yield check
