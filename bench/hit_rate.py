@@ -128,7 +128,15 @@ def serve(cache: HybridCache, key: Key, num_input: int, num_whole: int | None = 
         return 0, 0
     hit, pages = lease.num_hit_tokens, lease.explanation.page_hit
     wanted = placement.of_prompt(
-        names, num_input, grid, branching_len=lease.branching_len, shared=(), declared=(), is_replay=False
+        names,
+        num_input,
+        grid,
+        branching_len=lease.branching_len,
+        shared=(),
+        declared=(),
+        is_replay=False,
+        hit=hit,
+        spacing=cache.tree.anchor_spacing(num_input),
     )
     for position, kind in wanted.items():
         if position > hit:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from hybrid import AsyncEngine, RequestOutput, SamplingParams  # noqa: E402
+from hybrid.cache.config import DEFAULT_PLACEMENT  # noqa: E402
 from support.combinations import LONGEST, MODELS, PAIRWISE, InjectedError, Settings  # noqa: E402
 from support.engines import assert_nothing_held  # noqa: E402
 from support.lives import Life, Prompt  # noqa: E402
@@ -50,7 +51,7 @@ def settings_of(seed: int) -> Settings:
         pages=rng.choice([0.5, 1]),
         host=rng.choice([2**20, 2**24]),
         disk=rng.choice([None, 2**22, 2**26]),
-        placement=rng.choice([("branch", "turn_end", "prompt_end", "geometric"), ("turn_end", "prompt_end")]),
+        placement=rng.choice([DEFAULT_PLACEMENT, ("turn_end", "prompt_end")]),
         seats=rng.choice([2, 3, 8]),
     )
     return settings

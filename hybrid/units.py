@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isqrt
 
 from hybrid.checks import MAX_INT, is_integer, shown
 from hybrid.errors import ArgumentError
@@ -24,10 +25,22 @@ class Prices:
     Attributes:
         page: bytes of a page.
         checkpoint: bytes of a checkpoint as it is stored.
+        memory: bytes of the memory that holds them; 0: not known.
     """
 
     page: int = 1
     checkpoint: int = 24
+    memory: int = 0
+
+    @property
+    def anchor_spacing(self) -> int:
+        """Pages between two anchors of a path: `sqrt(2 * n * s)` where `n` pages fill the memory and a checkpoint is as
+        large as `s` pages; 0 where the memory is not known, and there are none.
+
+        Anchors that are `g` pages apart take up to `n * s / g`, and a path that is trimmed to one of them loses `g / 2`
+        too many on average: together that is least here.
+        """
+        return isqrt(2 * self.memory * self.checkpoint) // self.page if self.page else 0
 
 
 def ceil_div(a: int, b: int) -> int:

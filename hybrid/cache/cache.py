@@ -421,7 +421,7 @@ class HybridCache:
 
         Args:
             num_tokens: a multiple of the grid, beyond the front.
-            kind: why it is kept: "branch", "prompt_end", "turn_end", "user".
+            kind: why it is kept: "branch", "prompt_end", "turn_end", "anchor", "user". An anchor is always admitted.
 
         Raises:
             ArgumentError: the position is not on the grid, not beyond the front, or captured already.
@@ -434,7 +434,8 @@ class HybridCache:
             kind = Kind(kind)
         if self._is_useless(lease, num_tokens):
             return None
-        if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
+        is_asked = kind is not Kind.ANCHOR and not self.memory.checkpoints.num_free
+        if is_asked and not self._is_admitted(lease, num_tokens, kind):
             return None
         return self._capture(lease, num_tokens, kind, is_spare=kind is Kind.INTERVAL)
 

@@ -13,10 +13,10 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policies import Eviction, policy_of
 from hybrid.units import byte_count, format_bytes, parse_memory
 
-PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
+PLACEMENTS = ("branch", "turn_end", "prompt_end", "anchor", "geometric")
 """Places where checkpoints can be put."""
 
-DEFAULT_PLACEMENT = ("branch", "turn_end", "prompt_end", "geometric")
+DEFAULT_PLACEMENT = PLACEMENTS
 """Places where checkpoints are put by default."""
 
 GPU_MEMORY = 0.9
@@ -57,8 +57,8 @@ class CacheConfig:
             "flop_aware", with options as in "flop_aware:alpha=0.5" or {"name": "flop_aware", "alpha": 0.5}; or an
             instance of your own subclass of `hybrid.Policy`.
         placement: where checkpoints are placed, in addition to the positions that a request names: any of "branch"
-            (where a request leaves what is cached), "turn_end", "prompt_end", "geometric" (in between, while memory is
-            free).
+            (where a request leaves what is cached), "turn_end", "prompt_end", "anchor" (in between, far apart: what is
+            left of a long prompt that is trimmed from its end), "geometric" (in between, while memory is free).
         state_dtype: how checkpoints are stored: "float32" as they are; "bfloat16" or "int8" smaller, which changes
             results slightly, and which deterministic mode does not accept.
         kv_dtype: how an engine keeps keys and values in pages: "auto" as the model computes them; "fp8" (e4m3) or

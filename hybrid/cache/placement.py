@@ -32,9 +32,11 @@ def of_prompt(
     shared: Collection[int],
     declared: Collection[int],
     is_replay: bool,
+    hit: int = 0,
+    spacing: int = 0,
     key: Key | None = None,
 ) -> dict[int, Kind]:
-    """Positions of a prompt at which a checkpoint is worth evicting another for, and why, in order.
+    """Positions of a prompt at which a checkpoint is worth evicting another for, and why: in order, anchors last.
 
     Args:
         names: the placements to use (`CacheConfig.placement`).
@@ -43,6 +45,8 @@ def of_prompt(
         shared: positions that waiting requests share with this one.
         declared: positions that the request itself names; negative ones count from the prompt's end.
         is_replay: the prompt is a finished turn that is computed again, to be shared.
+        hit: tokens of the prompt that are not computed.
+        spacing: tokens between two anchors (`Tree.anchor_spacing`); 0: there are none.
         key: a position inside one of its units moves to the grid before the unit; None: there are no units.
     """
     wanted: dict[int, Kind] = {}
@@ -57,7 +61,24 @@ def of_prompt(
         wanted[(position if position >= 0 else prefill_end + position) // grid * grid] = Kind.USER
     if key is not None and key.units:
         wanted = {key.whole(position, grid): kind for position, kind in wanted.items()}
-    return {position: wanted[position] for position in sorted(wanted) if position > 0}
+    ordered = {position: wanted[position] for position in sorted(wanted) if position > 0}
+    if "anchor" in names and not is_replay:
+        for position in anchors(hit, prefill_end, spacing):
+            if (whole := position if key is None else key.whole(position, grid)) > hit:
+                ordered.setdefault(whole, Kind.ANCHOR)
+    return ordered
+
+
+def anchors(start: int, end: int, spacing: int) -> Iterator[int]:
+    """Positions in `(start, end)` to which a long path may be trimmed: `spacing` tokens from one to the next, none
+    within half of that of the end.
+
+    Args:
+        start: a multiple of the grid.
+        spacing: likewise (`Tree.anchor_spacing`); 0: there are none.
+    """
+    if spacing:
+        yield from range(start + spacing, end - spacing // 2, spacing)
 
 
 def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:

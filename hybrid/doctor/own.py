@@ -123,7 +123,7 @@ class OwnCache:
                 )
             self._page, self._state = layout.num_bytes // layout.pages, layout.num_bytes // layout.states
             self._total = memory // layout.num_bytes * layout.num_bytes + (layout.states - 1) * self._state
-            prices, num_pages = Prices(self._page, self._state), self._total // self._page
+            prices, num_pages = Prices(self._page, self._state, self._total), self._total // self._page
         ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * num_pages)
         self._tree = Tree(GRID, GRID, policy_of(eviction), prices, max_ghosts=ghosts)
         self._free = self._total
@@ -246,7 +246,15 @@ class OwnCache:
         known = past.num_tokens // GRID * GRID
         branch = known if known > max(found.num_tokens, found.branching_len or 0) else found.branching_len
         wanted = placement.of_prompt(
-            DEFAULT_PLACEMENT, num_input, GRID, branching_len=branch, shared=(), declared=(), is_replay=False
+            DEFAULT_PLACEMENT,
+            num_input,
+            GRID,
+            branching_len=branch,
+            shared=(),
+            declared=(),
+            is_replay=False,
+            hit=found.num_tokens,
+            spacing=tree.anchor_spacing(num_input),
         )
         for position, kind in wanted.items():
             if position > found.num_tokens:
@@ -268,7 +276,7 @@ class OwnCache:
         """Take room for a state, if it is worth more than what is evicted for it, and the tree has none there."""
         if self._is_there(running, position):
             return False
-        if self._free < self._state and not self._is_admitted(running, position, kind):
+        if kind is not Kind.ANCHOR and self._free < self._state and not self._is_admitted(running, position, kind):
             return False
         if not self._make_room(self._state):
             return False

@@ -547,6 +547,8 @@ class Scheduler:
             shared=request.wanted,
             declared=() if request.is_replay else request.declared,
             is_replay=request.is_replay,
+            hit=lease.num_hit_tokens,
+            spacing=self.cache.tree.anchor_spacing(request.prefill_end),
             key=lease.key,
         )
 

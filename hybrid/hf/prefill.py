@@ -456,6 +456,8 @@ class Prefiller:
             shared=(),
             declared=(),
             is_replay=work.is_replay,
+            hit=start,
+            spacing=cache.tree.anchor_spacing(last) if self.has_states else 0,
             key=lease.key,
         )
         return wanted

@@ -353,8 +353,12 @@ class CacheMemory:
 
     @property
     def prices(self) -> Prices:
-        """The prices that policies compare: bytes of a page and of a checkpoint, or the default ratio of the two."""
-        return Prices(self.sizes.page, self.sizes.checkpoint) if self.sizes is not None else Prices()
+        """The prices that policies compare: bytes of a page and of a checkpoint, or the default ratio of the two; and
+        those of the memory, as far as it holds what is cached."""
+        sizes = self.sizes or Prices()
+        page, checkpoint = sizes.page, sizes.checkpoint
+        states = 0 if self.arena is not None else self.checkpoints.capacity * checkpoint
+        return Prices(page, checkpoint, self.pages.capacity * page + states)
 
     @property
     def num_bytes(self) -> tuple[int, int]:

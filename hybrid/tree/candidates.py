@@ -12,6 +12,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from hybrid.tree.node import Node, NodeUsage, Tenant
+from hybrid.tree.node import Node, NodeUsage, Tenant, end_of
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
 from hybrid.tree.pools import INTEGERS, Pools
@@ -97,6 +98,7 @@ class Candidates:
         self._rng = Random(seed)
         self._priority_cap = priority_cap
         self._recency_of_pages = page_recency if pools.whole_edges else recency
+        self._spacing = prices.anchor_spacing
         self.shares: Shares = Shares({})
         self._install(policy)
 
@@ -138,7 +140,7 @@ class Candidates:
         leaves = self._queue(order, page_rank, own(is_evictable_leaf), self._leaf_prices)
         tail_rank = recency if self._samples else page_rank
         tails = OrderedQueue(tail_rank, own(is_evictable_tail), falls=order == "any")
-        return Queues(tails, leaves, checkpoints, self._samples)
+        return Queues(tails, leaves, checkpoints, self._samples, self._spacing, {})
 
     def _queue(
         self, order: Order | None, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], prices: Prices
@@ -201,6 +203,8 @@ class Candidates:
             if not node.children and not node.page_locks and (renewed or key not in queues.tails.settled):
                 queues.tails.push(node, renewed)
         elif not node.state_locks:
+            if node in queues.kept:
+                del queues.kept[node]
             if renewed or key not in queues.checkpoints.settled:
                 queues.checkpoints.push(node, renewed)
             if not node.children and not node.page_locks and (renewed or key not in queues.leaves.settled):
@@ -212,7 +216,7 @@ class Candidates:
         return (
             (is_evictable_tail(node) and node not in queues.tails)
             or (is_evictable_leaf(node) and node not in queues.leaves)
-            or (is_evictable_checkpoint(node) and node not in queues.checkpoints)
+            or (is_evictable_checkpoint(node) and node not in queues.checkpoints and node not in queues.kept)
         )
 
     def are_whole(self) -> bool:
@@ -243,8 +247,27 @@ class Candidates:
         if victim is None:
             return None
         _, _, node, queue = victim
-        queue.pop(node)
+        if queue is None:
+            del self._of(node).kept[node]
+        else:
+            queue.pop(node)
         return node
+
+    def not_kept(self, node: Node) -> None:
+        """Look at an anchor again, if it is one: something next to it may have ended what it is kept for."""
+        queues = self._of(node)
+        if node in queues.kept:
+            self.enter(node)
+
+    def came_between(self, node: Node) -> None:
+        """Look at the anchors above and below a checkpoint again that has come."""
+        if not any(queues.kept for queues in self._all):
+            return
+        if (above := node.checkpoint_above()) is not None:
+            self.not_kept(above)
+        stored = node.run.stored
+        if (place := bisect_right(stored, node.end, key=end_of)) < len(stored):
+            self.not_kept(stored[place])
 
     def _first(self, kind: int, pages: bool = True, checkpoints: bool = True) -> Victim | None:
         """The candidate to evict first: of the tenant that is furthest above its share, if one is and has any."""
@@ -447,6 +470,21 @@ class Candidates:
                 self.enter(node)
 
 
+def is_anchor(node: Node, spacing: int) -> bool:
+    """Return whether one path alone continues from a checkpoint, and those before and after it would be more than
+    `spacing` pages apart without it: it is what is left of the path when that is trimmed from its end."""
+    if not spacing or len(node.children) > 1 or not (node.children or node.page_locks):
+        return False
+    run = node.run
+    after = bisect_right(run.stored, node.end, key=end_of)
+    if run.nodes[-1] is node:
+        for child in node.children.values():
+            run, after = child.run, 0
+    below = run.stored[after].end if after < len(run.stored) else run.nodes[-1].end
+    above = node.checkpoint_above()
+    return below - (above.end if above is not None else 0) > spacing * run.page_size
+
+
 def is_evictable_leaf(node: Node) -> bool:
     """A leaf with a checkpoint, whose pages may be evicted with it."""
     return node.parent is not None and node.slot is not None and not node.children and not node.page_locks
@@ -516,12 +554,17 @@ class Queues(NamedTuple):
     Attributes:
         tails, leaves, checkpoints: the candidates of each kind.
         tails_first: tails are not compared with others, and are evicted first.
+        spacing: of anchors, in pages.
+        kept: checkpoints that were found to be anchors, and are evicted after all others: before one is, what
+            continues from it goes. They are no candidates among `checkpoints` until something next to them changes.
     """
 
     tails: OrderedQueue
     leaves: Queue
     checkpoints: Queue
     tails_first: bool
+    spacing: int
+    kept: dict[Node, None]
 
     def first(self, kind: int, with_tails: bool) -> Victim | None:
         """The candidate to evict first, of `kind` (`LEAVES` or `CHECKPOINTS`) and of tails."""
@@ -529,17 +572,30 @@ class Queues(NamedTuple):
         if tail is None or not self.tails_first:
             others = self.leaves if kind == LEAVES else self.checkpoints
             found = others.peek()
+            while found is not None and is_anchor(found[1], self.spacing):
+                others.pop(found[1])
+                self.kept[found[1]] = None
+                found = others.peek()
             if found is not None and (tail is None or found[0] < tail[0]):
-                return True, *found, others
-        return (not self.tails_first, *tail, self.tails) if tail is not None else None
+                return COMPARED, *found, others
+        if tail is not None:
+            return FIRST if self.tails_first else COMPARED, *tail, self.tails
+        if kind == CHECKPOINTS and self.kept:
+            anchors = [node for node in self.kept if is_evictable_checkpoint(node)]
+            node = min(anchors, key=recency, default=None)
+            if node is not None:
+                return LAST, recency(node), node, None
+        return None
 
 
 LEAVES, CHECKPOINTS = range(2)
 """What may be evicted beside tails."""
 
-Victim: TypeAlias = tuple[bool, float, Node, Queue]
-"""A candidate to evict: whether it is compared with others by its rank (otherwise it is evicted before them), its rank,
-itself, and the queue that it is in."""
+FIRST, COMPARED, LAST = range(3)
+"""Whether a candidate is compared with others by its rank, or is evicted before or after them."""
+
+Victim: TypeAlias = tuple[int, float, Node, Queue | None]
+"""A candidate to evict: one of the three above, its rank, itself, and the queue that it is in; None: it is kept."""
 
 
 class OrderedQueue(Queue):

@@ -206,10 +206,12 @@ class LearnedHitDensity(AgingPolicy):
             self._let_go(record)
 
     def changed(self, facts: Facts) -> None:
-        """Note that it got or lost descendants, or another kind."""
+        """Note that it got or lost descendants, or another kind, or takes over the last use of what it lost."""
         record = facts.notes
-        if record is not None and (record.below is not facts.has_below or record.kind is not facts.kind):
-            self._move(record, facts, record.last)
+        if record is not None:
+            last = max(record.last, facts.now - facts.age)
+            if record.below is not facts.has_below or record.kind is not facts.kind or record.last < last:
+                self._move(record, facts, last)
 
     def hit(self, facts: Facts) -> None:
         """A request resumes from it."""

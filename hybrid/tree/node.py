@@ -21,6 +21,7 @@ class Kind(StrEnum):
     BRANCH = "branch"
     TURN_END = "turn_end"
     PROMPT_END = "prompt_end"
+    ANCHOR = "anchor"
     INTERVAL = "interval"
     USER = "user"
     PAGES = "pages"

@@ -34,8 +34,8 @@ class Facts:
     """A candidate, or a checkpoint that was evicted, as a policy may know it.
 
     Attributes:
-        kind: why the checkpoint was put there: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for a
-            node that never had a checkpoint.
+        kind: why the checkpoint was put there: "branch", "turn_end", "prompt_end", "anchor", "interval", "user";
+            "pages" for a node that never had a checkpoint.
         now: number of requests so far.
         age: requests since its last use, or since it was stored.
         hits: number of requests that resumed from it.
@@ -215,7 +215,8 @@ class Policy(ABC):
         """A request would have resumed from the checkpoint if it had not been evicted."""
 
     def changed(self, facts: Facts) -> None:  # noqa: B027
-        """`facts.has_below` or `facts.kind` has changed."""
+        """`facts.has_below` or `facts.kind` has changed; `facts.age` too where what continued from it was evicted and
+        was used later."""
 
     def evicted(self, facts: Facts) -> None:  # noqa: B027
         """The checkpoint is about to be evicted."""

@@ -52,10 +52,14 @@ from hybrid.tree.node import (
 from hybrid.tree.policy import Policy
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, Watcher
 from hybrid.tree.shares import Shares
-from hybrid.units import Prices
+from hybrid.units import Prices, ceil_div
 
 MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
+
+STATES_OF_REQUEST = 5
+"""States that a request may need beside its anchors: the two that it works on, and those at a branch and at the ends of
+its prompt and its answer."""
 
 MAX_CHILDREN = 64
 """Maximum number of children of a node, the latest, that are looked at for what follows a key."""
@@ -101,6 +105,7 @@ class Tree:
         self._checkpoint_step = pools.checkpoint_step or grid
         assert grid % page_size == 0 and self._checkpoint_step % page_size == 0
         self._pools = pools
+        self._prices = prices
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
@@ -128,6 +133,15 @@ class Tree:
     def num_checkpoints(self) -> int:
         """Number of checkpoints that the tree owns."""
         return self.forest.num_checkpoints
+
+    def anchor_spacing(self, num_tokens: int) -> int:
+        """Tokens between two anchors of a prompt, a multiple of the grid; 0 where it has none, since they would not fit
+        into the memory beside its pages and its other states."""
+        prices, num_pages = self._prices, ceil_div(num_tokens, self.page_size)
+        if (spacing := prices.anchor_spacing * self.page_size // self.grid * self.grid) == 0:
+            return 0
+        num_states = num_tokens // spacing + STATES_OF_REQUEST
+        return spacing if num_pages * prices.page + num_states * prices.checkpoint <= prices.memory else 0
 
     @property
     def policy_failure(self) -> str | None:
@@ -462,6 +476,7 @@ class Tree:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
         if node.children:
             grown = self.forest.add_leaf(node, ids, pages, usage, sender)
+            self.candidates.not_kept(node)  # several paths continue from it
         elif (
             node.slot is None
             and node.parent is not None
@@ -491,6 +506,7 @@ class Tree:
         usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
+        self.candidates.came_between(node)
         if node.state_locks:
             self.locks.checkpoint_came(node)
         if self.candidates.reports_entries:
@@ -679,8 +695,9 @@ class Tree:
             raise
 
     def _remove(self, leaf: Node, released: Released) -> None:
-        node = leaf
+        node, used_at, last_used = leaf, 0, 0
         while True:
+            used_at, last_used = max(used_at, node.usage.used_at), max(last_used, node.usage.last_used)
             if node.slot is not None:
                 self._drop_checkpoint(node, released)
             self._remember(node, 0)
@@ -694,6 +711,11 @@ class Tree:
                         self.candidates.reweigh_below(parent)
                     self.forest.join(parent)
                 return
+            above = parent.usage
+            if parent.slot is not None and above.last_used and not self._pools.whole_edges:
+                # It is the end of the path now, which is as recent as it was before.
+                above.used_at, above.last_used = max(above.used_at, used_at), max(above.last_used, last_used)
+                self.candidates.renewed(parent)
             if self.candidates.follows_changes:
                 self.candidates.changed(parent)
             if parent.parent is None:  # the root

@@ -55,6 +55,24 @@ def test_a_position_inside_a_unit_moves_before_the_unit() -> None:
     assert positions(end=88, declared=(70,), branching_len=48, key=key) == {16: Kind.USER}
 
 
+def test_anchors_follow_the_hit_at_their_distance_and_leave_the_end_alone() -> None:
+    assert positions(end=100, spacing=32) == {96: Kind.PROMPT_END, 32: Kind.ANCHOR, 64: Kind.ANCHOR}
+    assert positions(end=100, spacing=32, hit=48) == {96: Kind.PROMPT_END, 80: Kind.ANCHOR}
+    assert positions(end=80, spacing=32) == {64: Kind.PROMPT_END, 80: Kind.PROMPT_END, 32: Kind.ANCHOR}
+    assert positions(("prompt_end",), end=100, spacing=32) == {96: Kind.PROMPT_END}
+    assert positions(end=96, spacing=32, is_replay=True) == {96: Kind.TURN_END}
+
+
+def test_what_is_there_for_another_reason_is_no_anchor() -> None:
+    assert positions(end=100, spacing=32, branching_len=64) == {
+        64: Kind.BRANCH,
+        96: Kind.PROMPT_END,
+        32: Kind.ANCHOR,
+    }
+    key = Key.of(range(100), units=[(20, 60)])
+    assert positions(end=100, spacing=32, key=key) == {96: Kind.PROMPT_END, 16: Kind.ANCHOR, 64: Kind.ANCHOR}
+
+
 @pytest.mark.parametrize("declared", [-100, -90, 0, 15])
 def test_a_declared_position_before_the_first_grid_point_is_none(declared: int) -> None:
     assert positions((), declared=(declared,)) == {}

@@ -44,7 +44,7 @@ WITH_PICTURES = {"vision": ("Qwen3_5", 16, "float32")}
 
 WITH_PREDICTOR = ("tiny", "tiny in bfloat16", "dense", "experts")
 
-DEFAULT_PLACEMENT = ("branch", "turn_end", "prompt_end", "geometric")
+DEFAULT_PLACEMENT = ("branch", "turn_end", "prompt_end", "anchor", "geometric")
 
 AXES: dict[str, Sequence[Any]] = {
     "model": [*MODELS],
