@@ -181,6 +181,16 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds, help="seconds that a request may take (default: any)")
     text = "seconds that requests under way have to end after SIGTERM (default: as long as they take)"
     add("--drain", type=seconds, help=text)
+    text = "connections of one address (default: any number; behind a proxy all clients have one)"
+    add("--max-connections-per-address", type=integer(1), help=text)
+    add("--max-connections", type=integer(1), default=1024, help="in all (default: 1024)")
+    add("--max-head", default="32KiB", help="bytes of a request line with its headers (default: 32KiB)")
+    add("--max-headers", type=integer(1), default=100, help="of a request (default: 100)")
+    add("--head-timeout", type=seconds, default=60.0, help="seconds that headers may take to come (default: 60)")
+    add("--body-timeout", type=seconds, default=60.0, help="seconds that a body may take to come (default: 60)")
+    add("--idle-timeout", type=seconds, default=75.0, help="of a connection without a request (default: 75)")
+    text = "seconds in which a client must take something of its answer (default: 60)"
+    add("--send-timeout", type=seconds, default=60.0, help=text)
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -217,6 +227,7 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     text = "tokens of an answer whose request does not say it (default: 1024)"
     add("--max-tokens", type=integer(1), default=1024, help=text)
     add("--max-body", default="64MiB", help="bytes of a request's body, at most (default: 64MiB)")
+    add("--body-timeout", type=seconds, default=60.0, help="seconds that a body may take to come (default: 60)")
     add("--timeout", type=seconds, help="seconds that a request may take (default: any)")
     text = "seconds that the requests of a replica have to end when it is to end (default: 60)"
     add("--drain", type=seconds, default=60.0, help=text)

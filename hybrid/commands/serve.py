@@ -19,6 +19,7 @@ from hybrid.errors import ArgumentError
 from hybrid.serve.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
+    from hybrid.server.connections import ConnectionLimits
     from hybrid.server.service import ServerLimits
     from hybrid.server.tenants import Caller
 
@@ -50,8 +51,31 @@ def limits_of(args: argparse.Namespace) -> ServerLimits:
     """
     from hybrid.server.service import ServerLimits
 
-    limits = ServerLimits(body=args.max_body, seconds=args.timeout, tokens=args.max_tokens)
+    limits = ServerLimits(
+        body=args.max_body, body_seconds=args.body_timeout, seconds=args.timeout, tokens=args.max_tokens
+    )
     limits.body_bytes  # noqa: B018 - raises before a model is loaded
+    return limits
+
+
+def connection_limits_of(args: argparse.Namespace) -> ConnectionLimits:
+    """The limits of a server's connections, as the arguments of a command say.
+
+    Raises:
+        ArgumentError: one is none.
+    """
+    from hybrid.server.connections import ConnectionLimits
+
+    limits = ConnectionLimits(
+        head=args.max_head,
+        headers=args.max_headers,
+        head_seconds=args.head_timeout,
+        idle_seconds=args.idle_timeout,
+        send_seconds=args.send_timeout,
+        connections=args.max_connections,
+        per_address=args.max_connections_per_address,
+    )
+    limits.head_bytes  # noqa: B018 - raises before a model is loaded
     return limits
 
 
@@ -71,6 +95,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         raise ArgumentError(f"hybrid serve needs the extra 'server': pip install '.[server]' ({error})") from None
 
     keys, limits, name = callers_of(args, "serve"), limits_of(args), name_of(args)
+    connections = connection_limits_of(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     num_running = min(args.max_num_seqs, args.max_requests - 1)
     engine = Engine.from_pretrained(
@@ -94,7 +119,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         async with AsyncEngine(engine, when_full="refuse") as served:
             tenants = Tenants(keys, () if keys else LOOPBACK)
             server = Server(served, name, tenants, limits)
-            return await serve(server, args.host, args.port, drain_seconds=args.drain, on_start=started)
+            return await serve(server, args.host, args.port, connections, drain_seconds=args.drain, on_start=started)
 
     try:
         from uvloop import run as run_loop

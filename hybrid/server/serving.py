@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 
 from hybrid.errors import ArgumentError
 from hybrid.server.app import make_app
+from hybrid.server.connections import ConnectionLimits, Connections
 from hybrid.server.service import Server
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -22,9 +25,31 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that drain the server; a second one ends it at once."""
 
 
+OWN_FILES = 128
+"""Files and sockets that the process opens for other things than connections."""
+
+
 class Listener(uvicorn.Server):
     """uvicorn's server, whose end is decided here: it closes its sockets at a signal, and then `/ready` could not say
-    that requests are to go elsewhere."""
+    that requests are to go elsewhere.
+
+    Args:
+        server: that answers.
+        limits: of connections.
+    """
+
+    def __init__(self, server: Server, limits: ConnectionLimits) -> None:
+        config = uvicorn.Config(
+            make_app(server),
+            http=Connections(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # a warning for each request that is none would fill the log
+            access_log=False,
+            server_header=False,
+        )
+        super().__init__(config)
 
     @contextmanager
     def capture_signals(self) -> Any:
@@ -36,6 +61,7 @@ async def serve(
     server: Server,
     host: str,
     port: int,
+    limits: ConnectionLimits,
     *,
     drain_seconds: float | None,
     on_start: Callable[[str], None],
@@ -44,6 +70,7 @@ async def serve(
 
     Args:
         host, port: that it listens on; port 0: any that is free.
+        limits: of connections.
         drain_seconds: to wait for requests under way, at most; None: as long as it takes.
         on_start: called with the address when it takes requests.
 
@@ -62,15 +89,7 @@ async def serve(
             raise ArgumentError(
                 f"{_shown(host)}:{port} cannot be listened on: {error}; give another --port or --host"
             ) from None
-        config = uvicorn.Config(
-            make_app(server),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=30,
-            server_header=False,
-        )
-        listener = Listener(config)
+        listener = Listener(server, with_files(limits))
         ended = asyncio.Event()
         second = asyncio.Event()
 
@@ -94,6 +113,25 @@ async def serve(
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
         return drained
+
+
+def with_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """Limits of as many connections as the process may have files for. It is let open more, as far as the system does.
+
+    Raises:
+        ArgumentError: there are not enough for a single one.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = limits.connections + OWN_FILES
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return limits
+    if allowed <= OWN_FILES:
+        raise ArgumentError(f"this process may open {allowed} files, and needs more than {OWN_FILES}; see 'ulimit -n'")
+    log.warning("up to %d connections instead of %d: see 'ulimit -n'", allowed - OWN_FILES, limits.connections)
+    return replace(limits, connections=allowed - OWN_FILES)
 
 
 async def _drained(server: Server, seconds: float | None, second: asyncio.Event) -> bool:

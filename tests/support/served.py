@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import uvicorn
 
 from hybrid import AsyncEngine, Engine
-from hybrid.server.app import make_app
+from hybrid.server.connections import ConnectionLimits
 from hybrid.server.service import Server, ServerLimits
 from hybrid.server.serving import Listener
 from hybrid.server.tenants import LOOPBACK, Caller, Tenants
@@ -58,13 +57,19 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 @contextmanager
 def served(
-    engine: Engine, *, keys: dict[str, Caller] | None = None, requests: int = 256, **limits: Any
+    engine: Engine,
+    *,
+    keys: dict[str, Caller] | None = None,
+    requests: int = 256,
+    connections: ConnectionLimits | None = None,
+    **limits: Any,
 ) -> Iterator[tuple[str, Server]]:
     """A server of an engine, as its address and itself.
 
     Args:
         keys: of tenants; None: no key is needed.
         requests: that run or wait, at most.
+        connections: limits of them; None: the default ones.
         limits: as for `ServerLimits`.
     """
     tenants = Tenants(keys or {}, () if keys else LOOPBACK)
@@ -78,7 +83,7 @@ def served(
     async def run(listening: socket.socket) -> None:
         async with AsyncEngine(engine, when_full="refuse") as own:
             server = Server(own, "tiny", tenants, ServerLimits(**limits))
-            listener = Listener(uvicorn.Config(make_app(server), lifespan="off", log_config=None, access_log=False))
+            listener = Listener(server, connections or ConnectionLimits())
             running = asyncio.create_task(listener.serve(sockets=[listening]))
             while not listener.started:
                 await asyncio.sleep(0.005)
