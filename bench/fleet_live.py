@@ -165,7 +165,7 @@ def main(given: Sequence[str] | None = None) -> int:
             replicas = httpx.get(f"{url}/fleet", timeout=60).json()["replicas"]
             metrics = httpx.get(f"{url}/metrics", timeout=60).text
         finally:
-            deployment.stop()
+            deployment.stop("tiny")
         content = json.dumps({"adapters": adapters, "prompts": [[one.prompt, one.adapter] for one in asked]})
         one = subprocess.run(
             [sys.executable, "-c", ONE_ENGINE], input=content, capture_output=True, text=True, check=True

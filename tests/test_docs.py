@@ -1,7 +1,9 @@
 """The examples in the documents are run here, as they stand there."""
 
+import argparse
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,91 @@ def test_the_words_are_those_of_the_field() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             found = [phrase for phrase in REPLACED if re.search(phrase, line, re.IGNORECASE)]
             assert not found, f"{path.relative_to(ROOT)}:{number}: {line}"
+
+
+def text_of(name: str) -> str:
+    """The text of a page, on one line."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def table_of(name: str, head: str) -> list[list[str]]:
+    """The rows of the table of a page whose first line begins with a text, as cells without marks of stress."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    rows = text[text.index(f"\n|{head}") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in (rows[0], *rows[2:])]
+
+
+def test_the_default_memory_is_said_the_same_everywhere() -> None:
+    from hybrid.cache.config import CPU_MEMORY, GPU_MEMORY
+    from hybrid.commands.commands import DEFAULT_MEMORY
+
+    assert f"{GPU_MEMORY} of what the weights leave free on a GPU, {CPU_MEMORY >> 30} GiB on a CPU" == DEFAULT_MEMORY
+    assert DEFAULT_MEMORY in text_of("docs/api.md")
+
+
+def options_of(command: str) -> list[argparse.Action]:
+    """The options of a command."""
+    from hybrid.commands.main import COMMANDS
+
+    parser = argparse.ArgumentParser()
+    next(each for each in COMMANDS if each.name == command).add_arguments(parser)
+    return parser._actions
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "fleet", "generate", "models", "parity", "serve", "stress", "tree"]
+)
+def test_the_help_names_the_default_that_an_option_has(command: str) -> None:
+    for action in options_of(command):
+        named = re.search(r"\(default: (\d[\w.-]*)\)", action.help or "")
+        if named is not None and action.default is not None:
+            default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+            assert named[1] == default, f"hybrid {command} {action.option_strings}: {action.help}"
+
+
+def test_the_page_of_the_server_has_the_defaults_of_its_options() -> None:
+    defaults = {action.option_strings[0]: action.default for action in options_of("serve") if action.option_strings}
+    found = dict(re.findall(r"`(--[\w-]+)` \((?:[a-z ]*)(\d+)\b", text_of("docs/server.md")))
+    found |= {"--max-tokens": re.findall(r"`--max-tokens` tokens \((\d+)", text_of("docs/server.md"))[0]}
+    assert len(found) >= 3 and {name: str(defaults[name]) for name in found} == found
+
+
+def test_what_the_documents_say_is_not_there_is_not_there() -> None:
+    from hybrid import SamplingParams
+    from hybrid.commands.main import COMMANDS
+
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    absent = " ".join(re.findall(r"^\| (.*) \| not there \|$", page, re.MULTILINE))
+    assert "beam search" in absent
+    names = {field.name for field in fields(SamplingParams)}
+    assert not names & set(re.findall(r"`(\w+)`", absent)) and "num_beams" not in names
+    commands = {command.name for command in COMMANDS}
+    assert {"serve", "fleet"} <= commands and "there is no server" not in text_of("docs/migrating.md")
+
+
+def test_figures_that_are_quoted_twice_agree() -> None:
+    rows = table_of("docs/performance.md", " operation | SGLang | ours")[1:]
+    ratios = [float(row[3]) for row in rows if "memory" not in row[0]]
+    said = f"{min(ratios):g} to {max(ratios):g} times as fast"
+    assert said in text_of("README.md") and f"(#the-prefix-tree) | {said}" in text_of("docs/performance.md")
+
+    (_, *cells), *rows = table_of("README.md", " trace, GB | lmsys 3")
+    quoted = {name.replace("*", ""): figures for name, *figures in rows}
+    known = {
+        f"{row[1]} {row[2]}": row
+        for row in table_of("docs/eviction.md", " geometry | trace | GB | LRU")
+        if row[0] == "qwen35_4b"
+    }
+    assert quoted["LRU (SGLang-like)"] == [known[cell][3] for cell in cells]
+    assert quoted["Marconi, best alpha in hindsight"] == [known[cell][4].split(", ")[1] for cell in cells]
+    assert quoted["`lhd`, the default"] == [known[cell][6].strip("* ") for cell in cells]
+
+
+def test_the_readme_has_every_model_type_that_is_tested() -> None:
+    from hybrid.models.loading import ARCHITECTURES
+
+    named = {name for row in table_of("README.md", " | CPU float32")[1:] for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == set(ARCHITECTURES)
 
 
 def test_the_table_of_models_has_every_model_type_that_is_tested() -> None:

@@ -24,7 +24,6 @@ GPU_MEMORY = 0.9
 
 CPU_MEMORY = 4 * 2**30
 """Bytes that a cache allocates on a CPU by default."""
-
 KV_DTYPES = ("auto", "fp8", "int8")
 """Types in which keys and values can be kept."""
 

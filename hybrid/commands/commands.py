@@ -19,6 +19,9 @@ from hybrid.errors import ArgumentError
 
 MODEL_HELP = "folder or hub id of a checkpoint (default: 'tiny', the model inside the package)"
 
+DEFAULT_MEMORY = "0.9 of what the weights leave free on a GPU, 4 GiB on a CPU"
+"""Of a cache, as `CacheConfig` has it; a percent sign would be one of argparse."""
+
 API_KEY = "HYBRID_API_KEY"
 """The environment variable with the key of a server's callers."""
 
@@ -164,7 +167,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--port", type=integer(0, 65535), default=8000, help="0: any that is free (default: 8000)")
     add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
-    add("--memory", help="size of the cache: '512MiB', or '50%%' of what is free (default: chosen by what is free)")
+    add("--memory", help=f"size of the cache: '512MiB', or '50%%' of what is free (default: {DEFAULT_MEMORY})")
     add("--host-memory", help="memory for copies of what is evicted, '8GiB' (default: none)")
     add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
     add("--directory", help="where they are")
@@ -208,7 +211,7 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--port", type=integer(1, 65535), default=8000, help="(default: 8000)")
     add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
-    add("--memory", help="size of the cache of each replica: '512MiB', '20%%' (default: chosen by what is free)")
+    add("--memory", help=f"size of the cache of each replica: '512MiB', '20%%' (default: {DEFAULT_MEMORY})")
     add("--host-memory", help="memory of each for copies of what is evicted, '8GiB' (default: none)")
     add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
     add("--directory", help="where they are; replicas of one machine share them")

@@ -102,5 +102,5 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         text = f"hybrid serves {name} on {args.replicas} replicas at {address}  (OpenAI's base URL: {address}/v1)"
         asyncio.run(wait_for_signal(lambda: console.print(text)))
     finally:
-        stop()
+        stop(settings.name, args.drain)
     return Outcome(True, {"model": name, "replicas": args.replicas})

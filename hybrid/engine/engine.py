@@ -218,8 +218,8 @@ class Engine:
         Args:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
-            dtype: "float32", "bfloat16" or "float16". None: the checkpoint's on a GPU, and on a CPU with AVX512-BF16
-                and compiled operations where it is bfloat16; else float32. It is logged.
+            dtype: "float32", "bfloat16" or "float16". None: the checkpoint's on a GPU, and on a CPU with AVX-512 and
+                compiled operations where it is bfloat16; else float32. It is logged.
             load_dtype: "int8": on a CPU with compiled operations, weights of matrix products are quantized per row,
                 experts aside; answers differ from the checkpoint's, hits and cold runs alike. "int4": in four bits, in
                 groups of 64 ("int4:32", "int4:128"), those of experts too, the head aside. None: they have `dtype`.

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,9 @@ log: logging.Logger = logging.getLogger(__name__)
 
 REPLICAS, FRONT = "Replica", "Front"
 """Names of the deployments."""
+
+ENDING_SECONDS = 15.0
+"""That Ray takes to end a fleet after its requests."""
 
 
 def connect(address: str | None, num_cpus: int | None = None) -> None:
@@ -106,9 +110,18 @@ def start(
     return settings
 
 
-def stop() -> None:
-    """End the fleet, and what was started of Ray."""
-    serve.shutdown()
+def stop(name: str, drain_seconds: float = 60.0) -> None:
+    """End a fleet, and Ray where it was started here; what else runs on a cluster that was joined goes on.
+
+    Args:
+        name: of the fleet.
+        drain_seconds: that its replicas have for the requests under way.
+    """
+    if name in serve.status().applications:
+        serve.delete(name, _blocking=False)  # which would wait for 60 seconds, and `serve.shutdown` for 30
+        end = time.monotonic() + drain_seconds + ENDING_SECONDS
+        while name in serve.status().applications and time.monotonic() < end:
+            time.sleep(0.1)
     ray.shutdown()
 
 

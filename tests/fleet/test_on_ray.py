@@ -93,7 +93,7 @@ def fleet() -> Iterator[Fleet]:
         settings = deployment.start(settings, 2, "127.0.0.1", port, num_cpus=0.0)
         yield Fleet(settings, port)
     finally:
-        deployment.stop()
+        deployment.stop("tiny")
 
 
 def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:

@@ -53,7 +53,7 @@ def live(cache: CacheConfig, store: str | None) -> int:
             time.sleep(2)
             return sum(hit(document) for document in documents)
     finally:
-        deployment.stop()
+        deployment.stop("tiny")
 
 
 def test_what_a_replica_has_written_to_shared_memory_another_one_restores_after_it_was_killed() -> None:
