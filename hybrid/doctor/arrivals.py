@@ -42,7 +42,7 @@ class Pace(NamedTuple):
         prefill_rate: tokens of prompts per second.
         decode_rate: tokens per second of each answer.
         users: sessions at a time; the next request of each comes when its answer and its pause are over, and where a
-            session ends another begins. None: nobody waits.
+            session ends another begins. None: there is no such wait.
     """
 
     concurrency: int | None = 1

@@ -80,7 +80,7 @@ class Row:
 
     @property
     def first_token(self) -> dict[str, float]:
-        """Seconds to the first token: mean, median and 90th percentile; empty: nobody has one."""
+        """Seconds to the first token: mean, median and 90th percentile; empty: there are none."""
         if not self.waits:
             return {}
         ordered = sorted(self.waits)

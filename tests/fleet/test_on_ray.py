@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,3 +244,32 @@ def test_scaling_up_and_down_under_load_fails_no_request(fleet: Fleet) -> None:
     assert failed == []
     promised, broken = fleet.promises()
     assert broken <= 0.02 * max(promised, 1)
+
+
+def test_the_command_ends_its_front_at_sigterm_after_the_requests_under_way(tmp_path: Path) -> None:
+    """And says nothing of it: Ray prints a stack where Serve as a whole is shut down."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hybrid.commands.main", "fleet", "serve", "tiny", "--replicas", "1"]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen([*command, "--port", str(port), "--memory", "64MiB"], stdout=log, stderr=log)
+        try:
+            answers: list[httpx.Response] = []
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                while not answers:
+                    assert process.poll() is None
+                    with contextlib.suppress(httpx.TransportError):
+                        answers += [one] if (one := client.get("/ready")).status_code == 200 else []
+                    time.sleep(0.5)
+                body = {"prompt": "The with statement", "max_tokens": 600, "ignore_eos": True}
+                thread = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+                thread.start()
+                time.sleep(0.5)
+                process.send_signal(signal.SIGTERM)
+                thread.join(120)
+            assert process.wait(120) == 0 and answers[-1].json()["usage"]["completion_tokens"] == 600
+        finally:
+            process.kill()
+        log.seek(0)
+        assert "failed" not in (text := log.read()) and "Traceback" not in text, text
