@@ -23,6 +23,12 @@ Result = TypeVar("Result")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """The types that a model runs in, for who checks arguments before torch is imported."""
 
+KV_DTYPE_NAMES = ("auto", "fp8", "int8")
+"""The types in which keys and values can be kept."""
+
+STATE_DTYPE_NAMES = ("float32", "bfloat16", "int8")
+"""The types in which checkpoints can be stored."""
+
 SETTINGS_ELSEWHERE = {
     "max_tokens": "max_new_tokens",
     "min_new_tokens": "min_tokens",

@@ -24,11 +24,6 @@ GPU_MEMORY = 0.9
 
 CPU_MEMORY = 4 * 2**30
 """Bytes that a cache allocates on a CPU by default."""
-KV_DTYPES = ("auto", "fp8", "int8")
-"""Types in which keys and values can be kept."""
-
-STATE_DTYPES = ("float32", "bfloat16", "int8")
-"""Types in which checkpoints can be stored."""
 
 
 @checks.known_names
@@ -138,14 +133,15 @@ class CacheConfig:
             policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
         except ArgumentError as error:
             raise ArgumentError(f"CacheConfig: {error}") from None
-        if not isinstance(self.state_dtype, str) or self.state_dtype not in STATE_DTYPES:
+        if not isinstance(self.state_dtype, str) or self.state_dtype not in checks.STATE_DTYPE_NAMES:
             raise ArgumentError(
-                f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got "
+                f"CacheConfig: state_dtype must be one of {', '.join(checks.STATE_DTYPE_NAMES)}, got "
                 f"{checks.shown(self.state_dtype)}"
             )
-        if not isinstance(self.kv_dtype, str) or self.kv_dtype not in KV_DTYPES:
+        if not isinstance(self.kv_dtype, str) or self.kv_dtype not in checks.KV_DTYPE_NAMES:
             raise ArgumentError(
-                f"CacheConfig: kv_dtype must be one of {', '.join(KV_DTYPES)}, got {checks.shown(self.kv_dtype)}"
+                f"CacheConfig: kv_dtype must be one of {', '.join(checks.KV_DTYPE_NAMES)}, got "
+                f"{checks.shown(self.kv_dtype)}"
             )
         if self.state_dtype != "float32":
             if self.deterministic:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hybrid.checks import DTYPE_NAMES
+from hybrid.checks import DTYPE_NAMES, KV_DTYPE_NAMES, STATE_DTYPE_NAMES
 from hybrid.errors import ArgumentError
 
 MODEL_HELP = "folder or hub id of a checkpoint (default: 'tiny', the model inside the package)"
@@ -77,6 +77,47 @@ def add_dtype(parser: argparse.ArgumentParser, default: str | None = None, *, ot
     """
     text = f"type that the model runs in (default: {default or otherwise})"
     parser.add_argument("--dtype", default=default, choices=DTYPE_NAMES, help=text)
+
+
+def add_load_dtype(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The argument `--load-dtype`: what weights are quantized to.
+
+    Args:
+        more: for the help.
+    """
+    text = f"quantize weights of matrix products to int8, int4, int4:32 or int4:128{more} (default: as they are)"
+    parser.add_argument("--load-dtype", metavar="TYPE", help=text)
+
+
+def add_engine(parser: argparse.ArgumentParser, *, memory: str | None = None, of: str = "of the cache") -> None:
+    """The arguments of an engine, which `hybrid.commands.engine` reads.
+
+    Args:
+        memory: of the cache by default; None: `DEFAULT_MEMORY`.
+        of: what the memory is that of, for the help.
+    """
+    add = parser.add_argument
+    text = f"size {of}: '512MiB', or '50%%' of what is free (default: {memory or DEFAULT_MEMORY})"
+    add("--memory", default=memory, help=text)
+    add("--host-memory", help="memory for copies of what is evicted, '8GiB' (default: none)")
+    add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
+    add("--directory", help="where they are")
+    text = (
+        "what is evicted first: lhd, lru, lfu, fifo, mru, filo, priority, or flop_aware, also as flop_aware:alpha=0.5"
+    )
+    add("--eviction", default="lhd", metavar="POLICY", help=f"{text} (default: lhd)")
+    text = "how keys and values are kept: as they are (auto), or in a byte each (default: auto)"
+    add("--kv-dtype", default="auto", choices=KV_DTYPE_NAMES, help=text)
+    text = "how checkpoints are stored: smaller ones need --no-deterministic (default: float32)"
+    add("--state-dtype", default="float32", choices=STATE_DTYPE_NAMES, help=text)
+    add("--no-deterministic", action="store_true", help="hits may differ from cold runs by rounding, as on a GPU")
+    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
+    add_dtype(parser)
+    add_load_dtype(parser)
+    text = "a LoRA adapter, which requests name as their model; may be given several times"
+    add("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
+    text = "drafts, from what is cached, by the checkpoint's own predictor (mtp), or by both; the answers are the same"
+    add("--speculation", choices=("cache", "mtp", "cache+mtp"), help=f"{text} (default: one token per pass)")
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
@@ -146,16 +187,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         help="seed of the sampling: the same seed gives the same answer",
     )
     add("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
-    add("--memory", default="1GiB", help="size of the cache: '512MiB', or '50%%' of what is free (default: 1GiB)")
-    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
-    add_dtype(parser)
-    add(
-        "--speculation",
-        choices=("cache", "mtp", "cache+mtp"),
-        help="several tokens per pass, drafted from what is cached, by the checkpoint's own predictor (mtp), or by "
-        "both; the answers are the same (default: one token per pass)",
-    )
     add("--no-cache", action="store_true", help="disable the prefix cache")
+    add_engine(parser, memory="1GiB")
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -167,13 +200,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--port", type=integer(0, 65535), default=8000, help="0: any that is free (default: 8000)")
     add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
-    add("--memory", help=f"size of the cache: '512MiB', or '50%%' of what is free (default: {DEFAULT_MEMORY})")
-    add("--host-memory", help="memory for copies of what is evicted, '8GiB' (default: none)")
-    add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
-    add("--directory", help="where they are")
-    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
-    add_dtype(parser)
-    add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")
+    add_engine(parser)
+    text = "folder below which POST /v1/load_lora_adapter may load adapters (default: none are loaded at run time)"
+    add("--adapter-dir", metavar="FOLDER", help=text)
     add("--max-num-seqs", type=integer(1), default=32, help="requests that run at once, at most (default: 32)")
     add("--max-requests", type=integer(2), default=256, help="that run or wait, at most; others get 429 (default: 256)")
     add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
@@ -211,19 +240,11 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--port", type=integer(1, 65535), default=8000, help="(default: 8000)")
     add("--api-key", help=f"key of all callers (default: {API_KEY} in the environment; none: none is needed)")
     add("--keys", metavar="FILE", help="JSON with a key for each tenant: docs/server.md")
-    add("--memory", help=f"size of the cache of each replica: '512MiB', '20%%' (default: {DEFAULT_MEMORY})")
-    add("--host-memory", help="memory of each for copies of what is evicted, '8GiB' (default: none)")
-    add("--disk", help="bytes on disk for copies of what is evicted, '100GiB', in --directory (default: none)")
-    add("--directory", help="where they are; replicas of one machine share them")
+    add_engine(parser, of="of the cache of each replica")
     text = "memory that the replicas of a machine share for copies of what is evicted, '64GiB', in place of --disk"
     add("--shared-memory", help=f"{text} (default: none)")
     text = "what replicas of all machines share: redis://HOST:PORT/NUMBER, s3://BUCKET/FOLDER, a path"
     add("--store", metavar="URL", help=f"{text} (default: none)")
-    text = "a LoRA adapter of each replica, which requests name as their model; may be given several times"
-    add("--adapter", metavar="NAME=FOLDER", action="append", default=[], help=text)
-    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
-    add_dtype(parser)
-    add("--speculation", choices=("cache", "mtp", "cache+mtp"), help="drafts, as for generate (default: none)")
     add("--max-num-seqs", type=integer(1), default=32, help="requests that run at once in each (default: 32)")
     add("--max-requests", type=integer(1), default=256, help="that wait in each; others get 429 (default: 256)")
     add("--max-model-len", type=integer(2), help="tokens of prompt and answer (default: what the model takes)")
@@ -312,12 +333,8 @@ def add_parity(parser: argparse.ArgumentParser) -> None:
     )
     text = f"that of an engine, with logits in float32 too; an engine's is {OWN_DTYPE}"
     add_dtype(parser, otherwise=text)
-    parser.add_argument(
-        "--load-dtype",
-        default=None,
-        help="quantize weights to int8 or int4; logits are then compared with transformers on the numbers that they "
-        "stand for, and their error against the checkpoint is measured (default: as they are)",
-    )
+    text = "; logits are then compared with transformers on the numbers that they stand for, and their error against "
+    add_load_dtype(parser, f"{text}the checkpoint is measured")
 
 
 def add_stress(parser: argparse.ArgumentParser) -> None:

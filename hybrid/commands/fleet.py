@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybrid.cache.config import CacheConfig
 from hybrid.commands.commands import Outcome
+from hybrid.commands.engine import adapters_of, cache_of, model_arguments
 from hybrid.commands.serve import callers_of, limits_of, name_of
 from hybrid.engine.config import EngineConfig
 from hybrid.errors import ArgumentError
@@ -36,21 +36,6 @@ def shared_directory() -> str:
     folder = tempfile.mkdtemp(prefix="hybrid-fleet-", dir=MEMORY)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def adapters_of(args: argparse.Namespace) -> dict[str, str]:
-    """The folders of adapters by their names.
-
-    Raises:
-        ArgumentError: an argument is not of the form NAME=FOLDER, or two have one name.
-    """
-    found: dict[str, str] = {}
-    for text in args.adapter:
-        name, is_given, folder = text.partition("=")
-        if not (name and is_given and folder) or name in found:
-            raise ArgumentError(f"hybrid fleet: --adapter is NAME=FOLDER, each name once; got {text!r:.200}")
-        found[name] = str(Path(folder).resolve())
-    return found
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
@@ -76,11 +61,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     settings = FleetSettings(
         model=args.model,
         name=name,
-        device=args.device,
-        dtype=args.dtype,
-        speculation=args.speculation,
-        cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=disk, directory=directory),
-        adapters=adapters_of(args),
+        cache=cache_of(args, disk=disk, directory=directory),
+        adapters=adapters_of(args, name),
         engine=EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_waiting=args.max_requests,
@@ -93,6 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         limits=limits,
         store=store,
         events_key=(os.environ.get(EVENTS_KEY) or secrets.token_urlsafe()) if args.address is not None else None,
+        **model_arguments(args),
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connect(args.address)

@@ -8,16 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hybrid.cache.config import CacheConfig
 from hybrid.commands.commands import Outcome
+from hybrid.commands.engine import adapters_of, cache_of, model_arguments
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import ArgumentError
 from hybrid.prompts.encode import Prompt
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Answer the prompts in one batch, and print the answers as they are computed."""
+    adapters = adapters_of(args, args.model)
+    if len(adapters) > 1:
+        raise ArgumentError("generate: all prompts are answered with one adapter; give --adapter once")
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -25,12 +29,13 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         top_p=args.top_p,
         seed=args.seed,
         stop=args.stop,
+        adapter=next(iter(adapters), None),
     )
-    config = CacheConfig(memory=args.memory, enabled=not args.no_cache)
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if args.chat else text for text in args.prompts]
-    with Engine.from_pretrained(
-        args.model, device=args.device, dtype=args.dtype, cache=config, speculation=args.speculation
-    ) as engine:
+    cache = cache_of(args, enabled=not args.no_cache)
+    with Engine.from_pretrained(args.model, cache=cache, **model_arguments(args)) as engine:
+        for name, folder in adapters.items():
+            engine.adapters.load(name, folder)
         names = [engine.add_request(prompt, params) for prompt in prompts]
         screen = Screen(console, dict(zip(names, args.prompts, strict=True)), separator="\n" if args.chat else "")
         done: dict[str, RequestOutput] = {}

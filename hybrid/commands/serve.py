@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hybrid.cache.config import CacheConfig
 from hybrid.commands.commands import API_KEY, Outcome
+from hybrid.commands.engine import adapters_of, cache_of, model_arguments
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.errors import ArgumentError
@@ -88,6 +88,7 @@ def name_of(args: argparse.Namespace) -> str:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Serve until a signal ends it."""
     try:
+        from hybrid.server.adapter_folder import AdapterFolder
         from hybrid.server.service import Server
         from hybrid.server.serving import serve
         from hybrid.server.tenants import LOOPBACK, Tenants
@@ -96,21 +97,22 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
 
     keys, limits, name = callers_of(args, "serve"), limits_of(args), name_of(args)
     connections = connection_limits_of(args)
+    adapters, folder = adapters_of(args, name), AdapterFolder(args.adapter_dir) if args.adapter_dir else None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     num_running = min(args.max_num_seqs, args.max_requests - 1)
     engine = Engine.from_pretrained(
         args.model,
-        device=args.device,
-        dtype=args.dtype,
-        cache=CacheConfig(memory=args.memory, host=args.host_memory, disk=args.disk, directory=args.directory),
+        cache=cache_of(args),
         config=EngineConfig(
             max_num_seqs=num_running,
             max_waiting=args.max_requests - num_running,
             max_model_len=args.max_model_len,
             tenants={caller.name: caller.config for caller in keys.values()},
         ),
-        speculation=args.speculation,
+        **model_arguments(args),
     )
+    for adapter, path in adapters.items():
+        engine.adapters.load(adapter, path)
 
     def started(address: str) -> None:
         console.print(f"hybrid serves {name} at {address}  (the page: {address}/, OpenAI's base URL: {address}/v1)")
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     async def main() -> bool:
         async with AsyncEngine(engine, when_full="refuse") as served:
             tenants = Tenants(keys, () if keys else LOOPBACK)
-            server = Server(served, name, tenants, limits)
+            server = Server(served, name, tenants, limits, folder)
             return await serve(server, args.host, args.port, connections, drain_seconds=args.drain, on_start=started)
 
     try:

@@ -68,6 +68,13 @@ class Adapters(Mapping[str, Adapter]):
             MemoryBudgetError: `EngineConfig.adapter_memory` does not suffice. It was not loaded.
             OwnershipError: another thread owns the engine.
         """
+        self._check(name)
+        if not isinstance(path, str | Path) or not str(path):
+            raise ArgumentError(f"the path of an adapter is that of a folder of PEFT; got {shown(path)}")
+        return self.add(name, load_adapter(Path(path), self._model))
+
+    def _check(self, name: str) -> None:
+        """Check that an adapter may get a name now."""
         self._check_owner()
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
             raise ArgumentError(
@@ -75,9 +82,14 @@ class Adapters(Mapping[str, Adapter]):
             )
         if name in self._loaded:
             raise ArgumentError(f"an adapter named {name!r} is loaded; unload it first, or choose another name")
-        if not isinstance(path, str | Path) or not str(path):
-            raise ArgumentError(f"the path of an adapter is that of a folder of PEFT; got {shown(path)}")
-        adapter = load_adapter(Path(path), self._model)
+
+    def add(self, name: str, adapter: Adapter) -> Adapter:
+        """Give a name to an adapter that `models.adapters.load_adapter` has read for this model, in any thread.
+
+        Raises:
+            ArgumentError, MemoryBudgetError, OwnershipError: as `load`.
+        """
+        self._check(name)
         total = self.num_bytes + adapter.num_bytes
         if self._max_bytes is not None and total > self._max_bytes:
             raise MemoryBudgetError(
@@ -85,7 +97,7 @@ class Adapters(Mapping[str, Adapter]):
                 f"{format_bytes(total)} of {format_bytes(self._max_bytes)}; unload another one, or set "
                 f"EngineConfig(adapter_memory={total})"
             )
-        self._loaded[name] = adapter
+        self._loaded = {**self._loaded, name: adapter}  # other threads may look names up
         return adapter
 
     def declare(self, name: str, path: str | Path) -> None:
@@ -108,7 +120,7 @@ class Adapters(Mapping[str, Adapter]):
         users = sum(used is adapter for used in self._in_use())
         if users:
             raise ArgumentError(f"{users} requests use the adapter {name!r}; wait until they have ended, or abort them")
-        del self._loaded[name]
+        self._loaded = {other: kept for other, kept in self._loaded.items() if other != name}
 
     def named(self, name: str) -> Adapter:
         """The adapter of a name.

@@ -19,7 +19,7 @@ class FleetSettings:
     Attributes:
         model: folder, hub id, or "tiny".
         name: of the model, in responses.
-        device, dtype, speculation: as for `Engine.from_pretrained`.
+        device, dtype, load_dtype, speculation: as for `Engine.from_pretrained`.
         cache, engine: of each replica.
         adapters: folders of LoRA adapters by their names, of each replica.
         threads: of torch, in each replica; None: as many as it chooses.
@@ -36,6 +36,7 @@ class FleetSettings:
     name: str
     device: str | None = None
     dtype: str | None = None
+    load_dtype: str | None = None
     speculation: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -52,4 +53,4 @@ class FleetSettings:
     @property
     def model_arguments(self) -> dict[str, Any]:
         """Of `Engine.from_pretrained`."""
-        return {"device": self.device, "dtype": self.dtype, "speculation": self.speculation}
+        return {name: getattr(self, name) for name in ("device", "dtype", "load_dtype", "speculation")}

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.routing import Route, Router
 
+from hybrid.server.adapters import load_lora_adapter, unload_lora_adapter
 from hybrid.server.call import Call, Receive, Scope, Send
 from hybrid.server.chat import chat_completions, openai_error
 from hybrid.server.completions import completions, detokenize, tokenize
@@ -75,18 +76,24 @@ class Endpoint:
 async def models(server: Server, call: Call) -> None:
     """Answer `GET /v1/models`."""
     names = [server.name, *server.engine.engine.adapters]
-    await call.respond({"object": "list", "data": [_model(server, name) for name in names]})
+    await call.respond({"object": "list", "data": [_model(server, call, name) for name in names]})
 
 
 async def model(server: Server, call: Call) -> None:
     """Answer `GET /v1/models/{name}`."""
     name = call.path_params["name"]
     server.check_model(name)
-    await call.respond(_model(server, name))
+    await call.respond(_model(server, call, name))
 
 
-def _model(server: Server, name: str) -> dict[str, Any]:
+def _model(server: Server, call: Call, name: str) -> dict[str, Any]:
+    """The entry of the model or of an adapter, with vLLM's `root`, from where it was loaded, for who sees all, and
+    `parent`."""
     found: dict[str, Any] = {"id": name, "object": "model", "created": server.created, "owned_by": "hybrid"}
+    engine = server.engine.engine
+    adapter = engine.adapters.get(name)
+    place = engine.loaded.name if adapter is None else str(adapter.path)
+    found |= {"root": place if call.tenant.sees_all else name, "parent": None if adapter is None else server.name}
     return found | {"type": "model", "display_name": name, "max_model_len": server.max_model_len}
 
 
@@ -120,6 +127,7 @@ def make_app(server: Server) -> Any:
     def get(path: str, handle: Handler, *, is_open: bool = False) -> Route:
         return Route(path, Endpoint(server, handle, methods=("GET", "HEAD"), is_open=is_open))
 
+    changes = {"/v1/load_lora_adapter": load_lora_adapter, "/v1/unload_lora_adapter": unload_lora_adapter}
     return Router(  # what a whole application has around it costs something for each token
         default=Endpoint(server, nothing, is_open=True),
         routes=[
@@ -139,5 +147,6 @@ def make_app(server: Server) -> Any:
             get("/", page, is_open=True),
             get("/live", live),
             get("/tree", tree),
+            *(post(path, handle) for path, handle in changes.items() if server.adapter_folder is not None),
         ],
     )

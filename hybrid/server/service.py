@@ -19,6 +19,7 @@ from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
 from hybrid.prompts.thinking import Thinking
 from hybrid.serve.admission import Passed
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
+from hybrid.server.adapter_folder import AdapterFolder
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of
 from hybrid.server.fields import Fields
@@ -117,14 +118,23 @@ class Server:
         name: of the model, in responses.
         tenants: who may call.
         limits: of requests.
+        adapter_folder: below which adapters may be loaded at run time; None: none may.
 
     Attributes:
-        engine, name, tenants, limits: as given.
+        engine, name, tenants, limits, adapter_folder: as given.
         records: what runs and ran.
         created: when the server began, in seconds since the epoch.
     """
 
-    def __init__(self, engine: AsyncEngine, name: str, tenants: Tenants, limits: ServerLimits) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        name: str,
+        tenants: Tenants,
+        limits: ServerLimits,
+        adapter_folder: AdapterFolder | None = None,
+    ) -> None:
+        self.adapter_folder = adapter_folder
         self.engine = engine
         self.name = name
         self.tenants = tenants

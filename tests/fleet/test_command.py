@@ -9,14 +9,15 @@ import pytest
 
 from hybrid import ArgumentError
 from hybrid.commands import fleet
+from hybrid.commands.engine import adapters_of
 
 
 def test_adapters_are_named_once_each_with_their_folders(tmp_path: Path) -> None:
     given = argparse.Namespace(adapter=[f"law={tmp_path}/a", f"code={tmp_path}/b=c"])
-    assert fleet.adapters_of(given) == {"law": f"{tmp_path}/a", "code": f"{tmp_path}/b=c"}
-    for wrong in (["law"], ["=folder"], ["law="], ["law=a", "law=b"]):
+    assert adapters_of(given, "tiny") == {"law": f"{tmp_path}/a", "code": f"{tmp_path}/b=c"}
+    for wrong in (["law"], ["=folder"], ["law="], ["law=a", "law=b"], ["tiny=a"]):
         with pytest.raises(ArgumentError, match="NAME=FOLDER"):
-            fleet.adapters_of(argparse.Namespace(adapter=wrong))
+            adapters_of(argparse.Namespace(adapter=wrong), "tiny")
 
 
 def test_memory_that_replicas_share_needs_a_file_system_in_memory(

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from hybrid import AsyncEngine, Engine
+from hybrid.server.adapter_folder import AdapterFolder
 from hybrid.server.connections import ConnectionLimits
 from hybrid.server.service import Server, ServerLimits
 from hybrid.server.serving import Listener
@@ -62,6 +64,7 @@ def served(
     keys: dict[str, Caller] | None = None,
     requests: int = 256,
     connections: ConnectionLimits | None = None,
+    adapter_folder: Path | None = None,
     **limits: Any,
 ) -> Iterator[tuple[str, Server]]:
     """A server of an engine, as its address and itself.
@@ -70,6 +73,7 @@ def served(
         keys: of tenants; None: no key is needed.
         requests: that run or wait, at most.
         connections: limits of them; None: the default ones.
+        adapter_folder: below which adapters may be loaded at run time; None: none may.
         limits: as for `ServerLimits`.
     """
     tenants = Tenants(keys or {}, () if keys else LOOPBACK)
@@ -82,7 +86,8 @@ def served(
 
     async def run(listening: socket.socket) -> None:
         async with AsyncEngine(engine, when_full="refuse") as own:
-            server = Server(own, "tiny", tenants, ServerLimits(**limits))
+            folder = AdapterFolder(adapter_folder) if adapter_folder is not None else None
+            server = Server(own, "tiny", tenants, ServerLimits(**limits), folder)
             listener = Listener(server, connections or ConnectionLimits())
             running = asyncio.create_task(listener.serve(sockets=[listening]))
             while not listener.started:
