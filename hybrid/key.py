@@ -132,6 +132,15 @@ def check_namespace(namespace: object, max_characters: int | None = None) -> Non
         raise ArgumentError(f"a namespace must not begin with {PAIRS!r}, as those of pairs do; got {namespace!r:.100}")
 
 
+def joined_names(*names: str) -> str:
+    """One name for several, which no others have: each comes after its length. Empty for none.
+
+    Args:
+        names: whatever characters they have.
+    """
+    return "".join(f"{len(name)}:{name}" for name in names)
+
+
 def _integers(ids: Sequence[int]) -> "array[int]":
     if isinstance(ids, array) and ids.typecode == "i":
         return ids

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.checkpoints import TOLERANCES
 from hybrid.commands.commands import Outcome
-from hybrid.engine.adapters import MARK
+from hybrid.engine.adapters import split_namespace
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
         namespace, key_ids = archive.nodes[leaf].namespace, archive.ids_of(path)
         ids = memoryview(key_ids).cast("i").tolist()
         name = f"the prefix of {len(ids)} tokens in namespace {namespace!r:.60}"
-        if namespace.startswith(MARK):
+        if split_namespace(namespace)[0] is not None:
             found.unchecked.append(f"{name}: it was computed with an adapter")
             continue
         if min(ids) < 0:

@@ -146,3 +146,11 @@ def namespace_of(adapter: Adapter | None, namespace: str) -> str:
             f"a namespace may not begin with {MARK!r}, which marks those of adapters; got {namespace!r:.99}"
         )
     return namespace if adapter is None else f"{MARK}{adapter.digest}\0{namespace}"
+
+
+def split_namespace(name: str) -> tuple[str | None, str]:
+    """The digest of the adapter, or None, and the caller's namespace, of which `namespace_of` made a name."""
+    if not name.startswith(MARK):
+        return None, name
+    digest, _, namespace = name.removeprefix(MARK).partition("\0")
+    return digest, namespace

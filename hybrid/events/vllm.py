@@ -16,6 +16,7 @@ import msgspec
 
 from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
 from hybrid.events.wire import WireError
+from hybrid.key import joined_names
 
 PAGES_GROUP, STATES_GROUP = 0, 1
 KINDS = {
@@ -86,8 +87,8 @@ class VllmReader:
     """Makes our changes of the batches of one vLLM or SGLang: it names each block by the tokens before it, as our
     prefixes are named, since their hashes are their own.
 
-    A prefix is in the namespace of its LoRA adapter and its salt: `LORA,SALT`, empty without both. A hybrid model has
-    several groups of layers; pages, and checkpoints, are there where all groups of their kind have the block.
+    A prefix is in the namespace of its LoRA adapter and its salt (`namespace_of`). A hybrid model has several groups of
+    layers; pages, and checkpoints, are there where all groups of their kind have the block.
 
     Args:
         following, of_namespace: name prefixes (`hybrid.tiers.tier`).
@@ -236,9 +237,14 @@ def _named(event: Any) -> dict[str, Any]:
 
 
 def _namespace(event: dict[str, Any]) -> str:
-    keys = event.get("extra_keys")
-    salt = ""
-    if keys and keys[0]:
-        salt = next((key for key in keys[0] if isinstance(key, str) and key != event.get("lora_name")), "")
     lora = event.get("lora_name") or ""
-    return f"{lora},{salt}" if lora or salt else ""
+    keys = event.get("extra_keys")
+    own = [*keys[0]] if keys and keys[0] else []
+    if lora and own[:1] == [lora]:
+        del own[0]
+    return namespace_of(lora, *(key if isinstance(key, str) else repr(key) for key in own))
+
+
+def namespace_of(lora: str, *keys: str) -> str:
+    """The namespace of prefixes with a LoRA adapter, and with keys of their first block: a salt. Empty without both."""
+    return joined_names(lora, *keys) if lora or keys else ""

@@ -32,7 +32,7 @@ from hybrid.engine.stats import EngineStats, Histogram
 from hybrid.errors import RequestError
 from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import STATES, FleetState, Promise, Route
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import TOKEN_BYTES, joined_names
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.engine_model import EngineModel
 from hybrid.models.loading import open_checkpoint
@@ -293,7 +293,7 @@ class FleetEngine:
         key = request.key()
         names = await asyncio.to_thread(chain, key.ids[: (len(key) - 1) * TOKEN_BYTES], key.namespace, self._page_bytes)
         if session is not None:
-            session = f"{namespace}\0{session}"
+            session = joined_names(namespace, session)
         ids, sent = [*request.ids[: request.prompt_len]], prompt
         if request.media is None and not request.breakpoints:  # then the ids say all, but for the tools
             sent = ids

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from hybrid.events.vllm import namespace_of
 from hybrid.fleet import state as shared
 from hybrid.fleet.ray_router import FleetRouter
 from hybrid.fleet.score import Weights
@@ -142,7 +143,7 @@ def _namespace(request: Any) -> str:
     """As `VllmReader` has it: of the adapter, and the salt."""
     adapter = request.metadata.multiplexed_model_id
     salt = getattr(request.args[0], "cache_salt", None) if request.args else request.kwargs.get("cache_salt")
-    return f"{adapter},{salt or ''}" if adapter or salt else ""
+    return namespace_of(adapter or "", *((salt,) if salt else ()))
 
 
 def _session(request: Any) -> str | None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from importlib.resources import files
 from itertools import islice
 from typing import Any
 
 from hybrid.cache.snapshot import take_snapshot
+from hybrid.engine.adapters import split_namespace
 from hybrid.engine.engine import Engine
 from hybrid.observe.draw import make_page
 from hybrid.observe.snapshot import NodeView, Snapshot
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError
 from hybrid.server.service import Server
-from hybrid.server.tenants import Caller
+from hybrid.server.tenants import PARTS, Caller, split_salt
 
 NUM_ENDED = 30
 """Requests that ended, as the page shows them."""
@@ -66,21 +68,27 @@ async def live(server: Server, call: Call) -> None:
 
 async def tree(server: Server, call: Call) -> None:
     """Answer `GET /tree`: the page of `hybrid tree`, of the tenant's namespaces, without texts."""
-    snapshot = await server.engine.call(partial(of_tenant, tenant=call.tenant))
+    snapshot = await server.engine.call(partial(of_tenant, tenant=call.tenant, secret=server.secret))
     await call.respond(make_page(snapshot).encode(), headers={"content-type": "text/html; charset=utf-8"})
 
 
-def of_tenant(engine: Engine, tenant: Caller) -> Snapshot:
-    """What a tenant may see of the tree: the nodes of its namespaces, without the tokens of any."""
+def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> Snapshot:
+    """What a tenant may see of the tree: the nodes of its namespace, without tokens. In place of salts, which
+    let in whoever knows them, it has their digests.
+
+    Args:
+        secret: that keys them.
+    """
     snapshot = take_snapshot(engine.cache.tree, engine.cache.stats(), engine.cache.tiers)
     places: dict[int, int] = {-1: -1}
     nodes: list[NodeView] = []
     for at, node in enumerate(snapshot.nodes):
-        own = node.namespace.rpartition("\0")[2]
-        if not tenant.sees_all and own != tenant.namespace and not own.startswith(f"{tenant.namespace}/"):
+        own, salt = split_salt(split_namespace(node.namespace)[1])
+        if not tenant.sees_all and own != tenant.namespace:
             continue
         places[at] = len(nodes)
-        nodes.append(replace(node, parent=places[node.parent], ids=(), namespace=own))
+        shown = f"{own}{PARTS}{blake2b(salt.encode(), digest_size=4, key=secret).hexdigest()}" if salt else own
+        nodes.append(replace(node, parent=places[node.parent], ids=(), namespace=shown))
     if tenant.sees_all:
         return replace(snapshot, nodes=tuple(nodes))
     totals = dict.fromkeys(snapshot.totals, 0)

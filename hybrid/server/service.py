@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from secrets import token_bytes
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
@@ -124,6 +125,7 @@ class Server:
         engine, name, tenants, limits, adapter_folder: as given.
         records: what runs and ran.
         created: when the server began, in seconds since the epoch.
+        secret: what is shown of salts is keyed by it.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Server:
         self.limits = limits
         self.records: Records = Records()
         self.created: int = int(time.time())
+        self.secret: bytes = token_bytes(32)
         self._max_text: int = limits.body_bytes or self._longest_text()
         takes_images = engine.engine.loaded.image_encoder is not None
         self._max_body: int = limits.body_bytes or (WITH_IMAGES if takes_images else self._max_text)
@@ -234,7 +237,7 @@ class Server:
         prompts, params, writer, is_stream, salt = asked
         self._check_number(len(prompts))
         tenant = call.tenant
-        namespace = f"{tenant.namespace}/{salt}" if salt else tenant.namespace
+        namespace = tenant.namespace_of(salt)
         if tenant.name:
             params = replace(params, tenant=tenant.name)
         records = [

@@ -34,6 +34,20 @@ class Caller:
     sees_all: bool = False
     config: TenantConfig = field(default_factory=TenantConfig)
 
+    def namespace_of(self, salt: str) -> str:
+        """The namespace of the engine for its requests with a salt; empty: without."""
+        return f"{self.namespace}{PARTS}{salt}" if salt else self.namespace
+
+
+PARTS = "/"
+"""Parts a salt from the namespace of a tenant, which has none."""
+
+
+def split_salt(namespace: str) -> tuple[str, str]:
+    """The namespace of a tenant, and the salt, of which `Caller.namespace_of` made a namespace."""
+    own, _, salt = namespace.partition(PARTS)
+    return own, salt
+
 
 EVERYONE = Caller("", "", sees_all=True)
 """The tenant of a server without keys, or with one for all."""
@@ -131,8 +145,8 @@ def read_keys(path: str | Path) -> dict[str, Caller]:
         if not isinstance(entry, dict) or "key" not in entry or not set(entry) <= {*KNOWN, *LIMITS}:
             others = ", ".join(map(repr, ("namespace", "sees_all", *LIMITS)))
             raise ArgumentError(f"{where} must have 'key', and may have {others}")
-        if "/" in name or "/" in str(entry.get("namespace")):
-            raise ArgumentError(f"{where}: names and namespaces have no '/', which parts what requests add to them")
+        if not name or PARTS in name or PARTS in str(entry.get("namespace")):
+            raise ArgumentError(f"{where}: names are not empty, and neither they nor namespaces have a {PARTS!r}")
         key, namespace, sees_all = (_checked(where, field, entry) for field in KNOWN)
         try:
             config = TenantConfig(**{limit: entry[limit] for limit in LIMITS if limit in entry})

@@ -144,7 +144,15 @@ def test_a_request_has_its_time(tiny: Any) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[]", "{", '{"a": {}}', '{"a": {"key": 1}}', '{"a": {"key": "x", "max_requests": 0}}', '{"a/b": {"key": "x"}}'],
+    [
+        "[]",
+        "{",
+        '{"a": {}}',
+        '{"a": {"key": 1}}',
+        '{"a": {"key": "x", "max_requests": 0}}',
+        '{"a/b": {"key": "x"}}',
+        '{"": {"key": "x"}}',
+    ],
 )
 def test_a_file_of_keys_is_checked(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
