@@ -91,6 +91,11 @@ class Arrivals:
         self.waits: array[float] = array("d")
 
     @property
+    def are_single(self) -> bool:
+        """Requests come one after the other."""
+        return self._concurrency == 1
+
+    @property
     def now(self) -> float:
         """The time, in seconds."""
         return self._since + self._prefill / self._pace.prefill_rate + self._decode / self._pace.decode_rate

@@ -120,7 +120,7 @@ class InstalledVllm:
             if end <= served.arrival.request.num_prompt:
                 prefill += planned.num_scheduled_tokens[rid]
             else:
-                decode = 1
+                decode = max(decode, planned.num_scheduled_tokens[rid])
         answers = [self._answer(self._served[rid].request) for rid in ids]
         places = {rid: place for place, rid in enumerate(ids)}
         out = ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=answers)
@@ -157,8 +157,11 @@ class InstalledVllm:
         return Begun(served.arrival, MISS, MISS)
 
     def _answer(self, request: Any) -> list[int]:
-        """What the model answers in a step: nothing before the prompt's last token."""
-        return [1] if request.num_computed_tokens >= request.num_tokens else []
+        """What the model answers in a step: nothing before the prompt's last token; to a request that comes alone all
+        up to the end of a block, which is where blocks and states change, as if it were computed token by token."""
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        return [1] * (self._size - request.num_tokens % self._size if self._arrivals.are_single else 1)
 
 
 def groups_of(sizes: Sizes, block_size: int) -> tuple[list[Any], int]:

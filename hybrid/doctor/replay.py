@@ -57,6 +57,7 @@ def replay(
     *,
     concurrency: int | None = None,
     models: bool = False,
+    causes: bool = True,
     cures: bool = True,
     prefill_rate: float | None = None,
     decode_rate: float | None = None,
@@ -75,7 +76,9 @@ def replay(
         concurrency: requests that are in flight at a time; None: they come by their times, where these are known, else
             one after the other.
         models: replay on this package's models of engines also where the engines are installed: they are faster.
-        cures: replay what may help too, each by itself, on models.
+        causes: find out why tokens of the first engine are no hits, for which one that forgets nothing is replayed
+            beside it.
+        cures: replay what may help too, each by itself, on models; only with causes.
         prefill_rate: tokens of prompts that are computed per second; None: times are not given, and requests that come
             by their times are served at 10,000.
         decode_rate: tokens per second of each answer; None: 50.
@@ -102,13 +105,13 @@ def replay(
             rows += _bounds(traffic, sizes, sizes_of_memory, progress)
             continue
         for size in sizes_of_memory:
-            is_first = not rows
+            is_first = causes and not rows
             rows.append(_run(traffic, sizes, name, size, pace, models=models, with_causes=is_first, progress=progress))
     if prefill_rate is None and pace.concurrency is not None:
         for row in rows:
             row.waits = ()  # no rate is stated
     report = Report(traffic, sizes, rows, str(pace), prefill_rate=prefill_rate, price=price)
-    if cures:
+    if cures and causes:
         report.cures = _cures(traffic, sizes, rows[0], pace, progress)
     return report
 
