@@ -147,8 +147,8 @@ def add_help(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=Print, help="print this help")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of the command line; `command` is the `Command` that was named."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; what it parses has as `command` the `Command` that was named."""
     parser = argparse.ArgumentParser(
         prog="hybrid",
         description="A prefix cache for hybrid-architecture language models, with the engine that runs them.",
@@ -165,8 +165,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         own.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.add_arguments(own)
         own.set_defaults(command=command)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of the command line; without any the help is printed."""
     given = sys.argv[1:] if arguments is None else arguments
-    return parser.parse_args(given or ["--help"])
+    return make_parser().parse_args(given or ["--help"])
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -30,6 +28,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
 from hybrid.tiers.archive import read_archive
 from support.engines import answer, greedy
+from support.small_parity import only_repeated_prompts
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -98,17 +97,6 @@ def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_sta
     engine = Engine.from_pretrained(tmp_path, dtype="bfloat16", cache=CacheConfig(memory="64MiB", deterministic=True))
     check = Judge(engine).attempt(parity.to_host_memory_and_back)
     assert check.passed, check
-
-
-def only_repeated_prompts(patch: pytest.MonkeyPatch, logits: bool = False) -> None:
-    """Let `hybrid parity` run one scenario, and compare logits if they are asked for."""
-    patch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    for name in ("drafts", "files", "predicted"):
-        patch.setattr(parity, name, lambda *_: [])
-    if not logits:
-        patch.setattr(parity, "against_transformers", lambda *_: [])
-        patch.setattr(parity, "transformers_logits", lambda *_: np.zeros(()))
-    patch.setattr(parity, "second_process", lambda _: ThreadPoolExecutor(1))
 
 
 def test_parity_fails_where_a_hit_changes_a_result(
