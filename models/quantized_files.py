@@ -605,7 +605,8 @@ class FourBitFloats(RestoredTensor):
         count, blocks = end - begin, self.codes.shape[-2]
         codes = self._bytes(self.codes, begin, (count, blocks, self.codes.shape[-1]))
         exponents = self._bytes(self.exponents, begin, (count, blocks))
-        numbers = torch.tensor([*FOUR_BIT_FLOATS, *(-number for number in FOUR_BIT_FLOATS)])
+        both_signs = [*FOUR_BIT_FLOATS, *(-number for number in FOUR_BIT_FLOATS)]
+        numbers = torch.tensor(both_signs, dtype=torch.float32)
         both = numbers[torch.stack((codes & 15, codes >> 4), -1).long()].flatten(-2)
         return torch.ldexp(both, exponents.int().unsqueeze(-1) - EXPONENT_BIAS).flatten(-2)
 

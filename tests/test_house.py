@@ -113,6 +113,19 @@ def test_kernels_know_no_request_and_no_tree() -> None:
         assert all(module.startswith("hybrid.kernels") for module in ours), path
 
 
+def test_no_memory_has_the_type_that_torch_takes_by_default() -> None:
+    """It is another one while transformers loads a model in some thread, and compiled operations would write beyond its
+    end. Weights are made without memory, and get their type when they are read."""
+    found = []
+    for path in (path for path in FILES if path.parent.name != "models"):
+        for node in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)):
+            is_made = re.fullmatch(r"torch\.(empty|zeros|ones|rand|randn)", ast.unparse(node.func))
+            is_empty = [*map(ast.unparse, node.args)] == ["0"]
+            if is_made and not is_empty and not {keyword.arg for keyword in node.keywords} & {"dtype", "out"}:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, found
+
+
 def test_kernels_and_models_hold_no_init_file() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "models" / "__init__.py").exists()

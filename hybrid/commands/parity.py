@@ -380,7 +380,7 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor, nudged: 
     return Check(name, worst <= bound and same, None, detail)
 
 
-ROWS = torch.tensor([0.5, 0.9])
+ROWS = torch.tensor([0.5, 0.9], dtype=torch.float32)
 """The rows, in order of their errors, that are compared where experts are chosen: the middle one, and the one that nine
 tenths are no worse than."""
 
@@ -532,7 +532,9 @@ def check_served(
     """
     note("loading the model")
     checkpoint, started = open_checkpoint(model), time.process_time()
-    compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
+    compiled_for(
+        "tasks", torch.empty(0, device=resolve_device(None), dtype=torch.float32)
+    )  # imports what runs compiled code
     imported = time.process_time()
     engine = types.engine(model, CACHE)
     loaded, judge = time.process_time(), Judge(engine, seed)
@@ -605,7 +607,7 @@ def nudged_at_random(
 ) -> torch.Tensor:
     """The numbers that a quantized weight stands for, each changed by up to a unit of its last bit in float32."""
     numbers = module.numbers(name)
-    return numbers * (1 + 2.0**-22 * (torch.rand(numbers.shape, generator=generator) - 0.5))
+    return numbers * (1 + 2.0**-22 * (torch.rand(numbers.shape, generator=generator, dtype=torch.float32) - 0.5))
 
 
 def changed_at_random(
@@ -613,7 +615,7 @@ def changed_at_random(
 ) -> torch.Tensor:
     """The numbers of the checkpoint, each changed as rounding might: by up to half of its step, evenly, which is the
     step over the square root of 12 in root mean square."""
-    return exact + module.steps(name) * (torch.rand(exact.shape, generator=generator) - 0.5)
+    return exact + module.steps(name) * (torch.rand(exact.shape, generator=generator, dtype=torch.float32) - 0.5)
 
 
 Numbers = Callable[[Linear | Experts, str, torch.Tensor], torch.Tensor]
@@ -632,7 +634,7 @@ def write_numbers(engine: Engine, path: Path, folder: Path, numbers_of: Numbers)
         for own in module.scales if isinstance(module, Linear | Experts) else ():
             ways = type(model).layouts(f"{name}.{own}", model.config)
             sources = max(ways, key=lambda way: sum(source.name in on_disk for source in way))
-            exact = torch.empty(module.steps(own).shape)
+            exact = torch.empty(module.steps(own).shape, dtype=torch.float32)
             places = []
             for source in sources:
                 tensor = on_disk[source.name] = on_disk[source.name].float()

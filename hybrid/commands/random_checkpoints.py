@@ -676,8 +676,11 @@ def add_random_predictor(path: Path) -> Path:
     if not parts.keys() <= own.keys():  # the layer of full attention has no experts, and the last one has
         own = {name: tensor for name, tensor in own.items() if ".mlp." not in name} | parts
     size = stored[attention].shape[1]
-    own["mtp.fc.weight"] = torch.randn(size, 2 * size)
-    own |= {f"mtp.{norm}.weight": torch.randn(size) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    own["mtp.fc.weight"] = torch.randn(size, 2 * size, dtype=torch.float32)
+    own |= {
+        f"mtp.{norm}.weight": torch.randn(size, dtype=torch.float32)
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    }
     save_file(load_file(files[-1]) | own, files[-1], {"format": "pt"})
     index = path / "model.safetensors.index.json"
     if index.exists():

@@ -473,7 +473,10 @@ class Stress:
 def random_images(seed: int, hidden_size: int) -> list[Image]:
     """Images of several lengths."""
     generator = torch.Generator().manual_seed(seed)
-    return [Image(0, 0.02 * torch.randn(count, hidden_size, generator=generator)) for count in IMAGE_LENGTHS]
+    return [
+        Image(0, 0.02 * torch.randn(count, hidden_size, generator=generator, dtype=torch.float32))
+        for count in IMAGE_LENGTHS
+    ]
 
 
 GRID = 16

@@ -309,11 +309,11 @@ class PredictorPasses:
         chains = drafts.Chains(
             given[: len(values) - count * width].view(COLUMNS, -1),
             inputs.block_table,
-            chances=torch.empty(count),
-            beliefs=torch.zeros(1 + count + count * CLAIMS),
+            chances=torch.empty(count, dtype=torch.float32),
+            beliefs=torch.zeros(1 + count + count * CLAIMS, dtype=torch.float32),
             control=host[-2:],
             tokens=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.int64),
-            claims=torch.empty(MAX_DRAFTS, count, 1),
+            claims=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.float32),
         )
 
         def run() -> Tensor:

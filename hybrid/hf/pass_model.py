@@ -312,7 +312,7 @@ def _disturb(layers: Sequence[Any], layout: Layout) -> bool:
     states = [state for state in layout.states if state.kind == "recurrent_states"]
     for state in states:
         tensor = layers[state.layer].recurrent_states[state.index]
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
         tensor.copy_(noise * (8 * tensor.abs().max() + 8))
     return bool(states)
 

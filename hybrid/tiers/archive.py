@@ -196,7 +196,9 @@ class Archive:
     def _content(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and the metadata of a file."""
         tensors = {
-            "ids": torch.frombuffer(bytearray(self.ids), dtype=torch.int32) if self.ids else torch.empty(0).int(),
+            "ids": torch.frombuffer(bytearray(self.ids), dtype=torch.int32)
+            if self.ids
+            else torch.empty(0, dtype=torch.int32),
             "pages": self.pages.contiguous(),
             "checkpoints": self.checkpoints.contiguous(),
             "page_digests": _digests(self.pages),

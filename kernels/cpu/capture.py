@@ -137,7 +137,7 @@ class _Pass(TorchDispatchMode):
             parts, sizes = args[0], [part.shape[1] for part in args[0]]
             return join(parts, self._allocate(parts[0].new_empty(len(parts[0]), sum(sizes))))
         elif (kinds := _converted(func, args, kwargs)) == (torch.bfloat16, torch.float32):
-            return widen(args[0], self._allocate(torch.empty(args[0].shape)))
+            return widen(args[0], self._allocate(torch.empty(args[0].shape, dtype=torch.float32)))
         elif kinds == (torch.float32, torch.bfloat16):
             return narrow(args[0], self._allocate(torch.empty(args[0].shape, dtype=torch.bfloat16)))
         elif func in (aten.add.Tensor, aten.mul.Tensor) and not kwargs:

@@ -66,7 +66,7 @@ class Rows:
     @cached_property
     def wide(self) -> Rows:
         """Those as fp32."""
-        return Rows(widen(self.x, torch.empty(self.x.shape)))
+        return Rows(widen(self.x, torch.empty(self.x.shape, dtype=torch.float32)))
 
     @cached_property
     def arranged(self) -> Tensor:
@@ -74,7 +74,7 @@ class Rows:
         in pairs."""
         x = self.x
         width = -(-x.shape[1] // (2 * LANES)) * 2 * LANES
-        found = torch.empty(len(x), width)
+        found = torch.empty(len(x), width, dtype=torch.float32)
         args = x.data_ptr(), found.data_ptr(), x.stride(0), x.shape[1], width, int(x.dtype != torch.float32)
         run(_arrange, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
         return found
@@ -86,7 +86,7 @@ class Rows:
         taken = 2 * LANES if x.dtype == torch.bfloat16 else LANES
         made = taken // LANES if not HAS_PAIRS else 1
         steps, tiles = -(-inner // taken) * made, -(-rows // PANEL_ROWS)
-        memory = torch.empty(tiles * PANEL_ROWS * steps * LANES)
+        memory = torch.empty(tiles * PANEL_ROWS * steps * LANES, dtype=torch.float32)
         args = x.data_ptr(), memory.data_ptr(), x.stride(0), rows, inner, steps, taken, made
         run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_COPIED)
         return Panels(memory, (rows, inner), steps, taken, made)
@@ -96,7 +96,7 @@ class Rows:
         """Those in bfloat16 as whole numbers of 16 bits, zeros behind them, and the scales of their blocks."""
         x, (rows, inner) = self.x, self.x.shape
         width, blocks = -(-inner // (2 * LANES)) * 2 * LANES, -(-inner // BLOCK_OF_BYTES)
-        whole, scales = torch.empty(rows, width, dtype=torch.int16), torch.empty(rows, blocks)
+        whole, scales = torch.empty(rows, width, dtype=torch.int16), torch.empty(rows, blocks, dtype=torch.float32)
         addresses = x.data_ptr(), whole.data_ptr(), scales.data_ptr()
         run(
             _round_rows,

@@ -56,7 +56,7 @@ def choose_experts(
     if count > top_groups:
         best = ranks.unflatten(-1, (count, -1)).topk(2, dim=-1).values
         left_out = (best[..., 0] + best[..., 1]).topk(count - top_groups, dim=-1, largest=False).indices
-        kept = torch.zeros(len(ranks), count, device=logits.device).scatter(1, left_out, float("-inf"))
+        kept = ranks.new_zeros(len(ranks), count).scatter(1, left_out, float("-inf"))
         ranks = (ranks.unflatten(-1, (count, -1)) + kept.unsqueeze(-1)).flatten(1)
     experts = ranks.topk(top_k, dim=-1).indices
     weights = scores.gather(1, experts)

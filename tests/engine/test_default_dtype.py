@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid import CacheConfig, Engine
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.parity import Judge, busy_batch, second_turn
 from hybrid.engine import build
 from hybrid.kernels.ops import prefers_bfloat16
@@ -103,3 +103,26 @@ def test_it_is_bfloat16_where_registers_are_wide(features: str, expected: bool) 
 def test_it_is_float32_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", "reference")
     assert not prefers_bfloat16()
+
+
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_torch_allocates_by_default_is_of_no_matter(dtype: str, quantized: str | None) -> None:
+    """transformers sets it for the whole process while it loads a model, perhaps in another thread: what compiled
+    operations write has the size that they expect."""
+    cache = CacheConfig(page_size=16, chunk_size=16, memory="16MiB")
+    config = EngineConfig(max_num_batched_tokens=1024, overlap=False)
+    engine = Engine.from_pretrained(
+        TINY, device="cpu", dtype=dtype, load_dtype=quantized, cache=cache, config=config, speculation="cache+mtp"
+    )
+    params = SamplingParams(max_new_tokens=12, logprobs=3, temperature=0.7, seed=1)
+    prompts = [[5 + n % 90 for n in range(length)] for length in (700, 40, 333)]
+    found = []
+    for default in (torch.float32, torch.float16):
+        try:
+            torch.set_default_dtype(default)
+            outputs = engine.with_cache(cache, speculation="cache+mtp").generate(prompts, params, progress=False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([(output.token_ids, output.logprobs) for output in outputs])
+    assert found[0] == found[1]
