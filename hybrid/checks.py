@@ -29,6 +29,9 @@ KV_DTYPE_NAMES = ("auto", "fp8", "int8")
 STATE_DTYPE_NAMES = ("float32", "bfloat16", "int8")
 """The types in which checkpoints can be stored."""
 
+MAX_JSON_DEPTH = 100
+"""Objects and lists within each other in JSON from elsewhere: what reads it recurses, and a process may end by that."""
+
 SETTINGS_ELSEWHERE = {
     "max_tokens": "max_new_tokens",
     "min_new_tokens": "min_tokens",
@@ -225,3 +228,14 @@ def is_file(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read: {error}; check its permissions, or copy it again") from error
     kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
     raise CheckpointError(f"{path} is {kind}, and must be a file; remove it, or copy the checkpoint again")
+
+
+def is_deeper(value: object, limit: int = MAX_JSON_DEPTH) -> bool:
+    """Tell whether a value of JSON has more than `limit` objects and lists within each other, without recursion."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True

@@ -408,8 +408,8 @@ def _schema(value: object) -> dict[str, Any]:
         raise SamplingError(
             f"SamplingParams: structured (json_schema) must be {expected}; got {_short(value)}: {error!s:.200}"
         ) from error
-    if not isinstance(schema, dict):
-        raise _refuse("structured (json_schema)", expected, value)
+    if not isinstance(schema, dict) or checks.is_deeper(schema):
+        raise _refuse("structured (json_schema)", f"{expected}, nested up to {checks.MAX_JSON_DEPTH} deep", value)
     return schema
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid.checks import shown
+from hybrid.checks import is_deeper, shown
 from hybrid.errors import PromptError
 
 Message = dict[str, Any]
@@ -76,7 +76,7 @@ def _with_arguments(call: Any) -> Any:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):  # a model wrote it: it stays the text that it is
         return call
-    return {**call, "arguments": found} if isinstance(found, dict) else call
+    return {**call, "arguments": found} if isinstance(found, dict) and not is_deeper(found) else call
 
 
 def joined(messages: list[Message]) -> list[Message]:

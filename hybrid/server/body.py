@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+from hybrid.checks import MAX_JSON_DEPTH, is_deeper
+
 BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 BEGIN = 4096
@@ -82,17 +84,21 @@ class Body:
         self.size += len(piece)
         if self.is_too_large:
             return
-        if self._parts and isinstance(data := self._parts[-1], list):
-            rest = piece.lstrip(BASE64)
-            self._add_data(data, piece[: len(piece) - len(rest)])
-            piece = rest
-        if piece:
-            self._add_text(piece)
+        at = 0
+        while at < len(piece):
+            if self._parts and isinstance(data := self._parts[-1], list):
+                num_text = len(piece[at:].lstrip(BASE64))
+                self._add_data(data, piece[at : len(piece) - num_text])
+                at = len(piece) - num_text
+            self._add_text(piece[at : at + BEGIN])  # data is found at the end of such a part
+            at += BEGIN
         if self.size > self._max_bytes or self.size - self._data_size > self._max_text:
             self.is_too_large = True
             self._parts = []
 
     def _add_text(self, piece: bytes) -> None:
+        if not piece:
+            return
         run = len(piece) - len(piece.rstrip(BASE64))
         self._run = run + self._run if run == len(piece) else run
         if self._run < BEGIN:
@@ -111,11 +117,10 @@ class Body:
         """The body, read as JSON. Texts whose data was kept apart are `LongData`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or is nested too deep.
         """
         if self.size <= self._max_text:
-            whole = (b"".join(part) if isinstance(part, list) else part for part in self._parts)
-            return orjson.loads(b"".join(whole))
+            return _loaded(b"".join(b"".join(part) if isinstance(part, list) else part for part in self._parts))
         texts, kept = [], {}
         for part in self._parts:
             if isinstance(part, list):
@@ -123,7 +128,14 @@ class Body:
                 kept[digest] = tuple(part)
                 part = f"~{digest}~".encode()
             texts.append(part)
-        return _with_data(orjson.loads(b"".join(texts)), kept)
+        return _with_data(_loaded(b"".join(texts)), kept)
+
+
+def _loaded(text: bytes) -> Any:
+    value = orjson.loads(text)
+    if text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH and is_deeper(value):
+        raise ValueError(f"objects and lists are nested more than {MAX_JSON_DEPTH} deep")
+    return value
 
 
 def _digest(pieces: Iterable[bytes]) -> str:
@@ -142,6 +154,13 @@ def _with_data(value: Any, kept: dict[str, tuple[bytes, ...]]) -> Any:
     if isinstance(value, str) and "~" in value and (mark := MARK.search(value)) is not None and mark[1] in kept:
         return LongData(value[: mark.start()], kept[mark[1]], value[mark.end() :])
     return value
+
+
+def has_long_data(value: Any) -> bool:
+    """Tell whether data that was kept apart is anywhere in a value of JSON."""
+    if isinstance(value, dict | list):
+        return any(map(has_long_data, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, LongData)
 
 
 def decoded(data: str | LongData) -> io.BytesIO:

@@ -83,7 +83,7 @@ class Call:
         try:
             return await self.beside(body.json)
         except ValueError as error:
-            raise HttpError(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
+            raise HttpError(400, f"the body cannot be read as JSON: {error!s:.200}", code="invalid_json") from None
 
     async def beside(self, read: Callable[[], Read]) -> Read:
         """Call a function that reads the body, beside the event loop where the body is large."""

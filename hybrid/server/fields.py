@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybrid.checks import shown
+from hybrid.server.body import has_long_data
 from hybrid.server.errors import HttpError
 
 
@@ -95,9 +96,9 @@ class Fields:
     def dictionary(self, name: str) -> dict[str, Any] | None:
         """An object that is passed on as it is; None: absent."""
         value = self.take(name)
-        if value is None or isinstance(value, dict):
+        if value is None or (isinstance(value, dict) and not has_long_data(value)):
             return value
-        raise self.refuse(name, "a JSON object", value)
+        raise self.refuse(name, "a JSON object, without the data of images", value)
 
     def inner(self, name: str, field: str) -> str | None:
         """A text in an object, which stays without it for others to read; None: absent."""

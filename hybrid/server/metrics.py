@@ -14,6 +14,9 @@ from hybrid.server.call import Call
 from hybrid.server.service import Server
 from hybrid.server.tenants import Caller
 
+OPEN_METRICS = "application/openmetrics-text"
+"""The other form that there is."""
+
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -21,7 +24,8 @@ async def metrics(server: Server, call: Call) -> None:
     """Answer `GET /metrics`. A tenant is shown its own counts alone."""
     registry = CollectorRegistry()
     registry.register(Collector(server, call.tenant))
-    encode, kind = choose_encoder(call.headers.get(b"accept", b"").decode("latin-1"))
+    wanted = OPEN_METRICS if OPEN_METRICS.encode() in call.headers.get(b"accept", b"") else ""
+    encode, kind = choose_encoder(wanted)  # which fails on versions that are none
     await call.respond(encode(registry), headers={"content-type": kind})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid.checks import shown
 from hybrid.prompts.encode import Message
-from hybrid.server.body import LongData, decoded
+from hybrid.server.body import LongData, decoded, has_long_data
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 
@@ -41,7 +41,7 @@ def _message(fields: Fields, template: str) -> Message:
     if role == "assistant":
         fields.ignore("annotations")
         if calls := fields.array("tool_calls"):
-            found["tool_calls"] = calls
+            found["tool_calls"] = [_call(call, f"{fields.path('tool_calls')}[{at}]") for at, call in enumerate(calls)]
         if (refusal := fields.text("refusal")) and not found["content"]:
             found["content"] = refusal
         thought = [text for name in ("reasoning_content", "reasoning") if (text := fields.text(name))]
@@ -62,6 +62,22 @@ def _message(fields: Fields, template: str) -> Message:
         raise fields.refuse("content", "a text or a list of parts", None)
     fields.close()
     return found
+
+
+def _call(value: Any, where: str) -> Any:
+    """A call of a tool that the assistant has made, as it was sent."""
+    call = Fields(value, where)
+    call.one_of("type", ("function",), "function")
+    call.text("id")
+    function = call.nested("function")
+    if function is None:
+        raise call.refuse("function", "an object with name and arguments", None)
+    if not function.text("name"):
+        raise function.refuse("name", "a text", None)
+    arguments = function.take("arguments")
+    if not isinstance(arguments, str | dict | None) or has_long_data(arguments):
+        raise function.refuse("arguments", "the text of a JSON object", arguments)
+    return value
 
 
 def _check_read(template: str, name: str, fields: Fields) -> None:

@@ -43,7 +43,8 @@ class Digests(NamedTuple):
 
 
 def _digest(value: Any) -> bytes:
-    return blake2b(orjson.dumps(value, default=LongData.digest), digest_size=16).digest()
+    content = orjson.dumps(value, default=LongData.digest, option=orjson.OPT_PASSTHROUGH_DATACLASS)
+    return blake2b(content, digest_size=16).digest()
 
 
 MAX_ENDED = 1000

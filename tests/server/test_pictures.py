@@ -3,16 +3,19 @@
 import base64
 import io
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, seed, settings
 
 from hybrid import CacheConfig, Engine
 from hybrid.server import openai_messages
 from hybrid.server.service import Server
+from support.bodies import PICTURES, SEED, bodies
 from support.served import Poster, served
 from support.vision import picture, vision_model, write_vision_checkpoint
 
@@ -104,6 +107,62 @@ def test_a_stream_goes_on_while_an_image_is_read(
         may_end.set()
         assert image.result().status_code == 200
     assert waited and all(waited)
+
+
+@pytest.fixture
+def small(server: tuple[Poster, Server], monkeypatch: pytest.MonkeyPatch) -> Poster:
+    """A server to which bodies of more than 50 kB are large: the data of images in them is kept apart."""
+    monkeypatch.setattr(server[1], "_max_text", 50_000)
+    return server[0]
+
+
+def test_an_image_in_a_large_body_is_answered_by_each_api(small: Poster) -> None:
+    data = png(5, 200)
+    assert len(data) > 100_000
+    url = f"data:image/png;base64,{data}"
+    source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    turns = [{"role": "user", "content": [source]}]
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+    answers = [
+        small.chat(messages=asked_about(data), max_tokens=1),
+        small("/v1/messages", messages=turns, max_tokens=1),
+        small("/v1/messages", messages=turns, max_tokens=1, diagnostics={"previous_message_id": "x"}),
+        small("/v1/messages/count_tokens", messages=turns),
+        small("/v1/responses", input=items, max_output_tokens=1),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
+
+
+def test_data_that_is_no_image_is_refused_in_a_large_body(small: Poster) -> None:
+    long = "A" * 60_000
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "title": long}}}
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": long}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"},
+        {"messages": [{"role": "user", "content": "x"}], "documents": [{"text": long}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": long}]}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": [long]}},
+        {"messages": [{"role": "user", "content": "x"}], "stop": [long]},
+    ]
+    answers = [small.chat(**body) for body in bodies]
+    assert [answer.status_code for answer in answers] == [400] * len(bodies), [answer.text for answer in answers]
+
+
+@pytest.mark.parametrize("path", PICTURES)
+def test_no_body_with_images_makes_the_server_fail(small: Poster, path: str) -> None:
+    found: Counter[int] = Counter()
+
+    @seed(SEED)
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(bodies(path, with_pictures=True))
+    def try_one(body: Any) -> None:
+        answer = small.raw(path, body)
+        found[answer.status_code] += 1
+        assert answer.status_code < 500, answer.text
+
+    print(f"seed {SEED}")
+    try_one()
+    assert found[200] > sum(found.values()) / 4, found
 
 
 def test_a_body_may_have_large_images_and_no_large_text(seeing: Poster) -> None:

@@ -40,7 +40,11 @@ class Poster:
 
     def raw(self, path: str, body: Any) -> httpx.Response:
         """Post any JSON, lone surrogates included."""
-        return self._client.post(path, content=json.dumps(body).encode())
+        return self.text(path, json.dumps(body))
+
+    def text(self, path: str, body: str) -> httpx.Response:
+        """Post a text."""
+        return self._client.post(path, content=body.encode())
 
     def chat(self, **body: Any) -> httpx.Response:
         """A chat completion."""
