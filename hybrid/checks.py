@@ -232,7 +232,7 @@ def is_file(path: Path) -> bool:
 
 def is_deeper(value: object, limit: int = MAX_JSON_DEPTH) -> bool:
     """Tell whether a value of JSON has more than `limit` objects and lists within each other, without recursion."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(limit + 1):
         level = [one for one in level if isinstance(one, dict | list)]
         if not level:

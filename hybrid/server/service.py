@@ -126,6 +126,7 @@ class Server:
         records: what runs and ran.
         created: when the server began, in seconds since the epoch.
         secret: what is shown of salts is keyed by it.
+        max_body, max_text: bytes that a body may have, with the data of images and without.
     """
 
     def __init__(
@@ -144,9 +145,9 @@ class Server:
         self.records: Records = Records()
         self.created: int = int(time.time())
         self.secret: bytes = token_bytes(32)
-        self._max_text: int = limits.body_bytes or self._longest_text()
+        self.max_text: int = limits.body_bytes or self._longest_text()
         takes_images = engine.engine.loaded.image_encoder is not None
-        self._max_body: int = limits.body_bytes or (WITH_IMAGES if takes_images else self._max_text)
+        self.max_body: int = limits.body_bytes or (WITH_IMAGES if takes_images else self.max_text)
 
     def _longest_text(self) -> int:
         return min(WITH_IMAGES, max(ONE_TEXT, ESCAPED * BYTES_PER_TOKEN * self.max_model_len))
@@ -208,7 +209,7 @@ class Server:
         Raises:
             HttpError: the body cannot be used, or it names another model.
         """
-        fields = Fields(await call.body(self._max_body, self._max_text, self.limits.body_seconds))
+        fields = Fields(await call.body(self.max_body, self.max_text, self.limits.body_seconds))
         model = fields.text("model")
         self.check_model(model)
         return fields, model

@@ -112,7 +112,7 @@ def test_a_stream_goes_on_while_an_image_is_read(
 @pytest.fixture
 def small(server: tuple[Poster, Server], monkeypatch: pytest.MonkeyPatch) -> Poster:
     """A server to which bodies of more than 50 kB are large: the data of images in them is kept apart."""
-    monkeypatch.setattr(server[1], "_max_text", 50_000)
+    monkeypatch.setattr(server[1], "max_text", 50_000)
     return server[0]
 
 
