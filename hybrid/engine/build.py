@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.checks import DTYPE_NAMES, integer, is_file, shown
 from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.forms import FormProcesses
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
@@ -72,6 +74,11 @@ class LoadedModel:
         """Name the model, its device and its type."""
         named, dtype = self.name or type(self.model).__name__, self.model.dtype
         return f"{named}, {self.device}" + (f", {dtype}".replace("torch.", "") if dtype is not None else "")
+
+    @cached_property
+    def forms(self) -> FormProcesses:
+        """The processes in which the forms of structured answers are compiled."""
+        return FormProcesses(self.tokenizer, self.model.config.vocab_size, self.end_tokens)
 
     def digest(self) -> str:
         """The digest of configuration and weights as they are now: all of them are read, at about 1 GB per second and

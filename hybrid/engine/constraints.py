@@ -6,183 +6,26 @@ row of logits, and `Edits` what is done to all rows of a pass, on their device.
 Nothing changes by asking: `Constraints.after` is a function of the parameters and the history, and of draft tokens that
 may follow it. The history advances only by `accept`, once for each token of the answer.
 
-An answer may have to follow a JSON schema, a regular expression or a grammar, or be one of several texts: a grammar
-decides which tokens may come next, and the others are excluded from the logits. `llguidance` (the extra `structured`)
-computes them. They depend on the answer alone, so that hits and cold runs are the same.
+An answer may have to follow a JSON schema, a regular expression or a grammar, or be one of several texts: which tokens
+may come next is decided by its form (`hybrid.engine.forms`), and the others are excluded from the logits.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.engine.forms import LateError, Matcher, Numbers
 from hybrid.engine.sampling_params import LogitsProcessor, SamplingParams
-from hybrid.errors import ArgumentError, SamplingError
+from hybrid.errors import SamplingError
 from hybrid.memory.device import on_device
-
-Numbers = np.ndarray[Any, Any]
-
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": r",[ ]?", "key_separator": r":[ ]?"}
-"""JSON is compact: white space costs tokens. A blank may follow commas and colons, as models write it."""
-
-UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
-"""The grammar around every other. Where only one text can follow, llguidance would allow only the token that the
-tokenizer begins it with: for the name of a control token that is the control token, which is not the text."""
-
-MAX_GRAMMARS = 64
-"""The number of grammars that an engine keeps compiled."""
-
-
-class Matcher:
-    """A grammar, and the answer up to now.
-
-    Args:
-        matcher: of llguidance, at the beginning of an answer.
-    """
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether nothing can follow the answer."""
-        return bool(self._matcher.is_stopped())
-
-    def accept(self, token: int) -> None:
-        """The answer continues with this token.
-
-        Raises:
-            SamplingError: the grammar does not allow it, or is too large to be followed further.
-        """
-        if not self._matcher.consume_token(token):
-            raise SamplingError(f"structured: the answer cannot be followed: {self._matcher.get_error()!s:.300}")
-
-    def mask(self, drafts: Sequence[int] = ()) -> Numbers:
-        """Return which tokens may follow the answer and these drafts: `[ceil(vocab / 32)]` int32, a bit for each token.
-        Where a draft is not allowed, no token after it counts, and the mask is that of its place.
-
-        Raises:
-            SamplingError: the grammar is too large to be followed further.
-        """
-        num_allowed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
-        try:
-            bits = self._matcher.compute_bitmask()
-        finally:
-            if num_allowed:
-                self._matcher.rollback(num_allowed)
-        if self._matcher.is_error():
-            raise SamplingError(f"structured: the answer cannot be followed: {self._matcher.get_error()!s:.300}")
-        return np.frombuffer(bits, np.int32)
-
-
-class Grammars:
-    """Compiles the grammars of one engine, and keeps the last ones.
-
-    Args:
-        tokenizer: of transformers.
-        vocab_size: of the model; tokens beyond the tokenizer's are never allowed.
-        end_tokens: tokens that end an answer.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_tokens = sorted(end_tokens)
-        self._wrapped: Any = None
-        self._compiled: dict[tuple[str, str], Any] = {}
-        self._lock = threading.Lock()  # prompts are encoded in several threads; grammars are compiled outside of it
-
-    def matcher(self, structured: Mapping[str, Any], namespace: str) -> Matcher:
-        """A matcher at the beginning of an answer.
-
-        Args:
-            structured: as `SamplingParams.structured`.
-            namespace: a grammar that is kept is used again within it alone.
-
-        Raises:
-            SamplingError: the schema, expression or grammar cannot be used.
-            ArgumentError: llguidance is not installed, or cannot use the tokenizer.
-        """
-        library = _library()
-        wanted = namespace, json.dumps(dict(structured))  # the order of properties is that of the answer
-        with self._lock:
-            if self._wrapped is None:
-                self._wrapped = self._wrap(library)
-            compiled = self._compiled.get(wanted)
-        if compiled is None:
-            compiled = self._compile(library, structured)
-        with self._lock:
-            self._compiled[wanted] = compiled
-            while len(self._compiled) > MAX_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
-            return Matcher(compiled.deep_copy())
-
-    def _wrap(self, library: ModuleType) -> Any:
-        import llguidance.hf
-
-        try:
-            return llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._end_tokens or None
-            )
-        except Exception as error:  # the library raises many kinds
-            raise ArgumentError(f"structured: this tokenizer cannot be used: {error!s:.300}") from error
-
-    def _compile(self, library: ModuleType, structured: Mapping[str, Any]) -> Any:
-        (kind, value), *_ = structured.items()
-        try:
-            form = COMPILERS[kind](library.LLMatcher, value) | {"name": "form"}
-            grammars = json.dumps({"grammars": [UNFORCED, form]})
-            matcher = library.LLMatcher(self._wrapped, grammars, log_level=0)
-        except ValueError as error:
-            raise SamplingError(f"structured: this {kind} cannot be used: {error!s:.500}") from error
-        if matcher.is_error():
-            reason = " ".join(str(matcher.get_error()).split())
-            raise SamplingError(f"structured: this {kind} cannot be used: {reason:.500}")
-        return matcher
-
-
-def _choice(texts: Sequence[str]) -> dict[str, Any]:
-    return {"lark_grammar": f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"}
-
-
-def _first(grammars: str) -> dict[str, Any]:
-    """The grammar that llguidance has made of something else."""
-    found: dict[str, Any] = json.loads(grammars)["grammars"][0]
-    return found
-
-
-COMPILERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)),
-    "json_object": lambda matcher, _: _first(
-        matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
-    ),
-    "regex": lambda matcher, regex: _first(matcher.grammar_from_regex(regex)),
-    "grammar": lambda _, lark: {"lark_grammar": lark},
-    "choice": lambda _, texts: _choice(texts),
-}
-"""For each key of `SamplingParams.structured`: from its value to a grammar of llguidance."""
-
-
-def _library() -> ModuleType:
-    try:
-        import llguidance
-
-        module: ModuleType = llguidance
-    except ImportError as error:
-        raise ArgumentError(
-            f"structured output needs llguidance ({error}): install this package with its extra 'structured'"
-        ) from error
-    return module
 
 
 class RowEdits(NamedTuple):
@@ -262,6 +105,7 @@ class Constraints:
     ) -> None:
         self._gate = gate
         self._failures: dict[tuple[int, ...], str] = {}  # of the latest pass, by the answer before the row
+        self._is_held = False
         self._params = params
         self._matcher = matcher
         self._end_tokens = sorted(end_tokens)
@@ -288,12 +132,29 @@ class Constraints:
         """Tell whether nothing can follow the answer."""
         return self._matcher is not None and self._matcher.is_complete
 
-    def accept(self, token: int) -> None:
-        """The answer continues with this token.
+    @property
+    def is_late(self) -> bool:
+        """Tell whether it is not known yet what may follow the answer."""
+        return self._matcher is not None and self._matcher.is_late
 
-        Raises:
-            SamplingError: its grammar does not allow that.
-        """
+    @property
+    def was_late(self) -> bool:
+        """Tell whether that was not known when a token was chosen: from then on its request computes nothing until it
+        is, has no drafts, and is not launched ahead."""
+        return self._matcher is not None and self._matcher.was_late
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether a row of the latest pass has no token because it was late."""
+        return self._is_held
+
+    def wait(self, seconds: float) -> None:
+        """Wait for what is late."""
+        if self._matcher is not None:
+            self._matcher.wait(seconds)
+
+    def accept(self, token: int) -> None:
+        """The answer continues with this token."""
         if self._gate is not None and not self._gate.is_over:
             self._gate.accept(token)
         elif self._matcher is not None:
@@ -307,7 +168,7 @@ class Constraints:
         the first row of a pass."""
         answer = [*self._answer, *drafts]
         if not drafts:
-            self._failures = {}
+            self._failures, self._is_held = {}, False
         process = self._process(answer)
         mask, excluded = None, self._excluded(answer)
         num_thinking = self._gate.num_tokens(drafts) if self._gate is not None else 0
@@ -318,6 +179,9 @@ class Constraints:
                 mask = self._matcher.mask(drafts[num_thinking:])
             except SamplingError as error:
                 process = partial(self._fail, error, answer)
+            except LateError:
+                self._is_held = True
+                process = partial(torch.full_like, fill_value=torch.nan)
         return RowEdits(self._bias, self._penalty(drafts), process, excluded, mask)
 
     def _fail(self, error: Exception, answer: Sequence[int], row: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Drafting:
         parts: list[Part] = []
         asked: list[tuple[History, int]] = []
         for part in decodes:
-            if part.is_alive and part.end == len(part.request.ids):
+            if part.is_alive and part.end == len(part.request.ids) and part.request.may_draft:
                 part.num_pages = len(part.lease.block_table)
                 limit = min(self._limit(part), self._most)
                 if limit > 0:

@@ -295,6 +295,26 @@ class Request:
         own = self.params.stop_token_ids
         return own if self.params.ignore_eos else (*own, *end_tokens)
 
+    def is_held(self, is_expected: bool) -> bool:
+        """Tell whether nothing of it is computed until its form says what may follow its answer: it was late with that
+        before.
+
+        Args:
+            is_expected: the answer's next token is chosen by a pass under way.
+        """
+        own = self.constraints
+        return own is not None and (own.is_late or is_expected) and own.was_late
+
+    @property
+    def may_draft(self) -> bool:
+        """Tell whether it is known at once what may follow drafts."""
+        return self.constraints is None or not self.constraints.was_late
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether its form lets nothing follow, which is not known with the last token."""
+        return self.constraints is not None and self.constraints.is_complete
+
     @property
     def may_end_anywhere(self) -> bool:
         """Tell whether more than single tokens ends the answer: a stop text, or the end of a grammar."""
@@ -327,11 +347,7 @@ class Request:
         ends = self.is_end(token, end_tokens)
         if self.constraints is not None and not ends:
             self.constraints.accept(token)
-        if (
-            ends
-            or (self.text is not None and self.text.append(token))
-            or (self.constraints is not None and self.constraints.is_complete)
-        ):
+        if ends or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
             self.stop_reason = token if ends else self.text.stop_text if self.text is not None else None
         elif len(self.ids) >= self.max_len:
@@ -343,6 +359,14 @@ class Request:
         self.kept_len = (
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
+
+    def end_complete(self) -> None:
+        """End an answer after which nothing can follow."""
+        self.finish_reason = "stop"
+        if self.text is not None:
+            self.text.finish()
+            if self._parser is not None:
+                self._parse(self._parser, self.text.text)
 
     def _parse(self, parser: AnswerParser, text: str) -> None:
         """Take apart what is new of the text."""

@@ -12,7 +12,8 @@ from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
-from hybrid.engine.constraints import Constraints, Grammars, ThinkingGate, are_needed
+from hybrid.engine.constraints import Constraints, ThinkingGate, are_needed
+from hybrid.engine.forms import Grammars
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
@@ -143,7 +144,7 @@ class RequestBuilder:
         if loaded.tokenizer is not None:
             self._vocabulary = Vocabulary(loaded.tokenizer)
             self._control = control_tokens(loaded.tokenizer)
-            self._grammars = Grammars(loaded.tokenizer, model.vocab_size, loaded.end_tokens)
+            self._grammars = Grammars(loaded.forms)
         self._encoder = PromptEncoder(
             loaded.tokenizer,
             loaded.image_encoder,

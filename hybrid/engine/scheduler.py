@@ -6,7 +6,8 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 * Waiting requests start in the order of `WaitingQueue`. One that cannot have its memory waits, and those after it too.
 * When pages run out, the youngest request is retracted: it gives its memory back and is resumed later. It starts again
   only with the memory for all its tokens, and is not retracted again, so that no token is computed more than twice.
-* A request computes nothing until what it needs from disk is read; others do meanwhile (`RestoringRequests`).
+* A request computes nothing until what it needs from disk is read (`RestoringRequests`), or until a form that was late
+  says what may follow its answer (`hybrid.engine.forms`); others do meanwhile.
 * A waiting request whose prefix a running one is about to compute waits for it; those after it do not.
 * In deterministic mode the answer of a finished request is replayed as whole chunks, after all prompts of a step.
 * What raises while one request is scheduled fails that request alone.
@@ -218,6 +219,7 @@ class Scheduler:
         self._grid = cache.config.grid
         self._leaders = Leaders(cache)
         self._failures: list[tuple[Request, Exception]] = []
+        self._completed: list[Request] = []
         self._expected: Set[Request] = frozenset()
         self.restoring: RestoringRequests = RestoringRequests(cache)
         self.num_retractions: int = 0
@@ -435,6 +437,21 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
+    def take_completed(self) -> list[Request]:
+        """Remove and return the requests of which it is known now that their answers are complete."""
+        completed, self._completed = self._completed, []
+        return completed
+
+    def wait(self, seconds: float) -> bool:
+        """Nothing can be computed now: wait for what a request needs, up to `seconds`. False: none needs anything."""
+        if self.restoring:
+            self.restoring.wait(seconds)
+            return True
+        held = next((request for request in self.running if request.is_held(False)), None)
+        if held is not None and held.constraints is not None:
+            held.constraints.wait(seconds)
+        return held is not None
+
     # The part of one request
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -448,6 +465,11 @@ class Scheduler:
         before, parts = self.num_retractions, list[Part]()
         for request in list(self.running):
             if request.is_prefilling or (only is not None and request not in only):
+                continue
+            if request.is_held(request in self._expected):
+                continue
+            if request.is_complete:
+                self._completed.append(request)
                 continue
             try:
                 part = self._decode_part(request)
@@ -646,7 +668,7 @@ class Scheduler:
 
     def _is_prefilling(self, request: Request) -> bool:
         """Tell whether a request that runs has tokens of its prompt to compute now."""
-        return request.is_prefilling and request not in self.restoring
+        return request.is_prefilling and request not in self.restoring and not request.is_held(False)
 
     def fork(self, request: Request, fork: Request) -> None:
         """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of

@@ -40,7 +40,8 @@ NOT_FINITE = "the model computed NaN or infinity for this request; nothing of th
 
 
 MAX_IDLE = 0.005
-"""Seconds that a step waits for a disk, where there is nothing to compute: who runs the steps may do something else."""
+"""Seconds that a step waits for a disk, or for a form, where there is nothing to compute: who runs the steps may do
+something else."""
 
 NO_ONE: frozenset[Request] = frozenset()
 
@@ -297,6 +298,8 @@ class StepLoop(ABC):
             if broken.__cause__ is None or not self._reset_if_inconsistent(broken.__cause__):
                 self._scheduler.retract_all()
             return None
+        for request in self._scheduler.take_completed():
+            self._end_complete(request)
         if not step.parts:
             return None
         guard.undo_on_failure(step)
@@ -305,13 +308,12 @@ class StepLoop(ABC):
             pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
         return Launched(step, self._scheduler.advance(step), pending, started)
 
-    def _wait_for_restores(self, guard: StepGuard) -> None:
+    def _wait_for_requests(self, guard: StepGuard) -> None:
         """Nothing can be computed now."""
-        if not self._scheduler.restoring:
-            self._bisector.passed([])
-            return
         with guard.interruptible():
-            self._scheduler.restoring.wait(MAX_IDLE)
+            needs_more = self._scheduler.wait(MAX_IDLE)
+        if not needs_more:
+            self._bisector.passed([])
 
     def _wait(self, guard: StepGuard, launched: Launched) -> dict[int, Result]:
         """The results of a step, by `id` of the part. From now on it is not undone."""
@@ -328,6 +330,8 @@ class StepLoop(ABC):
                 continue
             try:
                 if not results[id(part)].is_finite and self._start_cold(part):
+                    continue
+                if NO_TOKEN in results[id(part)].tokens and self._hold(part):
                     continue
                 self._take(part, results[id(part)])
                 self._deliver(part, results[id(part)])
@@ -360,6 +364,26 @@ class StepLoop(ABC):
         )
         self.forget(request)
         return True
+
+    def _hold(self, part: Part) -> bool:
+        """A token could not be chosen because its form allows none, and the answer is complete; or because it was not
+        known what it allows, and the request starts again when it is. False: that is not the reason."""
+        request = part.request
+        if request.is_complete:
+            self._end_complete(request)
+            return True
+        if request.constraints is None or not request.constraints.is_held:
+            return False
+        self._scheduler.roll_back(Step([part]))
+        self.forget(request)
+        return True
+
+    def _end_complete(self, request: Request) -> None:
+        """End a request whose form lets nothing follow its answer."""
+        request.end_complete()
+        self._scheduler.finish(request)
+        self._end(request)
+        request.outputs.put(request.source)
 
     def _take(self, part: Part, result: Result) -> None:
         """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
@@ -538,7 +562,7 @@ class PlainLoop(StepLoop):
         """Schedule, plan and launch; wait; commit and deliver."""
         launched = self._launch(guard)
         if launched is None:
-            self._wait_for_restores(guard)
+            self._wait_for_requests(guard)
             return
         results = self._wait(guard, launched)
         self._finish(guard, launched, results)
@@ -575,7 +599,7 @@ class OverlapLoop(StepLoop):
         """Schedule, plan and launch, unless it was launched ahead; launch the next one; wait; commit and deliver."""
         launched = self._launched_ahead(guard) or self._launch(guard)
         if launched is None:
-            self._wait_for_restores(guard)
+            self._wait_for_requests(guard)
             return
         failure = self._launch_next(guard, launched)
         results = self._wait(guard, launched)

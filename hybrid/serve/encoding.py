@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from hybrid.engine.forms import aside
 from hybrid.engine.request import Request
 from hybrid.serve.admission import AdmissionQueue, Inbox, PendingPrompt
 
@@ -24,12 +26,13 @@ class EncodingPool:
     """Threads that make requests of prompts.
 
     Prompts of one tenant have all threads but one, where there are several: another tenant's are encoded beside
-    the slowest. A prompt that is removed while it is encoded occupies its thread until that has ended.
+    the slowest. A prompt that is removed while it is encoded occupies its thread until that has ended. A thread that
+    waits for a form that is compiled elsewhere is not counted: another one encodes meanwhile.
 
     Args:
         encode: makes a request of a prompt, in any thread.
         deliver: takes what has become of a prompt, in a thread of the pool.
-        num_threads: that encode at once. They are started with the first prompt.
+        num_threads: that encode at once, besides those that wait. They are started with the first prompt.
         max_seconds: from `add` until a prompt is encoded, at most; None: no limit.
 
     Attributes:
@@ -52,16 +55,14 @@ class EncodingPool:
         self._queue = AdmissionQueue()
         self._deadlines: dict[Inbox, float] = {}  # of those that are not encoded, the first one first
         self._running: Counter[str] = Counter()  # prompts that are being encoded, by tenant
-        self._threads: list[threading.Thread] = []
+        self._num_threads_now = 0  # without those that wait for a form
+        self._num_started = 0
         self._is_closed = False
 
     def add(self, inbox: Inbox, asked: PendingPrompt) -> None:
         """Encode a prompt."""
-        while len(self._threads) < self._num_threads:
-            thread = threading.Thread(target=self._work, name=f"hybrid-encoding-{len(self._threads)}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
         with self._changed:
+            self._start_threads()
             self._changed.notify()
             self._queue.add(inbox, asked)
             if self._max_seconds is not None:
@@ -103,18 +104,42 @@ class EncodingPool:
             self._queue, self.asked, self._deadlines = AdmissionQueue(), AdmissionQueue(), {}
             self._changed.notify_all()
 
+    def _start_threads(self) -> None:
+        while self._num_threads_now < self._num_threads:
+            name = f"hybrid-encoding-{self._num_started}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+            self._num_started += 1
+            self._num_threads_now += 1
+
     # In the threads of the pool
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """While this thread waits for a form."""
+        with self._changed:
+            self._num_threads_now -= 1
+            if not self._is_closed:
+                self._start_threads()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_threads_now += 1
+
     def _work(self) -> None:
+        aside.set(self._aside)
         while (following := self._next()) is not None:
             self._encode_one(*following)
             del following  # nothing is kept alive by a thread that waits
 
     def _next(self) -> tuple[Inbox, PendingPrompt] | None:
-        """Wait for a prompt whose turn it is; None: the pool was closed."""
+        """Wait for a prompt whose turn it is; None: the pool was closed, or has threads enough without this one."""
         most = max(1, self._num_threads - 1)
         with self._changed:
             while not self._is_closed:
+                if self._num_threads_now > self._num_threads:
+                    self._num_threads_now -= 1
+                    return None
                 full = {tenant for tenant, count in self._running.items() if count >= most}
                 following = self._queue.next(full)
                 if following is not None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
-from hybrid.engine.constraints import Constraints, Edits, Grammars
+from hybrid.engine.constraints import Constraints, Edits
+from hybrid.engine.forms import FormProcesses, Grammars
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
 
 SCHEMA = {
@@ -103,7 +104,7 @@ def test_a_request_without_a_form_is_not_affected_by_those_that_have_one(tiny: E
 
 
 def test_asking_along_a_path_of_drafts_changes_nothing(tiny: Engine) -> None:
-    grammars = Grammars(tiny.tokenizer, tiny.model.config.vocab_size, tiny.loaded.end_tokens)
+    grammars = Grammars(tiny.loaded.forms)
     path = tiny.tokenizer("123-ab;", add_special_tokens=False).input_ids
     form = {"regex": "[0-9]{3}-[a-f]+;"}
     params = SamplingParams(structured=form)
@@ -119,6 +120,8 @@ def test_asking_along_a_path_of_drafts_changes_nothing(tiny: Engine) -> None:
         assert made is not None
         assert made.apply(torch.zeros(1, tiny.model.config.vocab_size))[0, token] == 0
         walked.accept(token)
+    while walked.is_late:
+        walked.wait(1)
     assert walked.is_complete
     assert not asked.is_complete
     wrong = asked.after([path[0], path[-1], path[0]])  # the second draft is not allowed
@@ -174,7 +177,7 @@ def test_what_contradicts_a_form_is_refused(more: dict[str, Any]) -> None:
 def test_without_the_library_the_extra_is_named(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ArgumentError, match="extra 'structured'"):
-        answer(engine_on(tiny), ids(20), params_of(FORMS[5]))
+        FormProcesses(tiny.tokenizer, 1024, frozenset()).compile(FORMS[5])
 
 
 # After reasoning, and calls of tools
