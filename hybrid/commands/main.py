@@ -6,12 +6,13 @@ import argparse
 import codecs
 import io
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 
 from rich.console import Console
@@ -112,10 +113,23 @@ class Terminal(Console):
 def run(args: argparse.Namespace) -> int:
     """Run the command that was parsed; returns its exit status."""
     console = Terminal(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
-    outcome = args.command.run(args, console)
+    with unannounced() if args.json else nullcontext():
+        outcome = args.command.run(args, console)
     if args.json:
         print(json.dumps(outcome.result))
     return 0 if outcome.passed else 1
+
+
+@contextmanager
+def unannounced() -> Iterator[None]:
+    """Do not say that operations are compiled, for programs that read what a command prints."""
+    logger = logging.getLogger("hybrid.kernels.cpu.prepare")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def complain(text: str) -> None:

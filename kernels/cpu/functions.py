@@ -81,6 +81,8 @@ SECONDS = {
 }
 """CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
 
+SECONDS_OF_OTHERS = 0.25
+
 OF_INTEGERS = {"team": {"lead": 5, "help": 2, "post": 6, "end": 2, "repeat": 4, "compute": 4}}
 """Functions that are called from Python, with numbers of arguments."""
 
