@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.engine import form_process
 from hybrid.engine.form_process import ACCEPT, ANSWER, ASK, COMPLETE, DROP, FAILED, MASK, OPEN, SIZE
 from hybrid.errors import ArgumentError, SamplingError
 
@@ -168,7 +167,7 @@ class Starter:
     def __init__(self, settings: bytes) -> None:
         control, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-I", "-S", form_process.__file__]
+            command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("form_process.py"))]
             try:
                 process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
