@@ -32,9 +32,16 @@ VOCAB = 1024
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['reasoning_content'] %}<think>\n{{ message['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    "{\"name\": \"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
+"""Roles and contents, of which the model was trained with those of a user and of an assistant; tools, their calls and
+thinking, of which it knows nothing: grammars make its calls."""
 
 
 def documents() -> Iterator[tuple[str, str, str]]:
@@ -230,7 +237,9 @@ README = """# tiny
 
 A Qwen3.5 text model of {parameters:,} parameters (3 gated-delta-rule layers, 1 full-attention layer, hidden size 256,
 byte-level BPE of {vocab} tokens), small enough to travel inside the package. It is the model that the demo and the
-tests run. It writes English that looks like Python documentation, and knows nothing.
+tests run. It writes English that looks like Python documentation, and knows nothing. Its chat template also writes
+tools, calls and thinking (`enable_thinking`, off unless asked for), of which it knows nothing either: a grammar makes
+its calls.
 
 | held-out text | nats per token | bits per byte | tokens |
 |---|---|---|---|

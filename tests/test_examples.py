@@ -50,6 +50,11 @@ SHOWN = {
         r": 0 of \d+ tokens cached\n",
         r": [1-9]\d+ of \d+ tokens cached\n.*[1-9]\d+ tokens restored from disk",
     ],
+    "tools": [
+        r"calls look_up \{'statement': '(with|for|while|try)'\}",
+        r"[1-9]\d+ of \d+ tokens cached",
+        r"answers '.+'",
+    ],
     "structured": [
         r"cold schema: '\{.*\}'",
         r"cached date: '20\d\d-\d\d', [1-9]\d+ tokens cached",

@@ -226,6 +226,40 @@ def test_the_first_event_of_a_stream_comes_before_any_token(
     assert waited and all(waited)
 
 
+def test_the_small_model_answers_a_loop_of_tools_in_each_api(post_tiny: Poster) -> None:
+    """A grammar makes its calls: it was not trained to make any. Each turn has the one before in its prompt."""
+    bounded = ADD | {"parameters": ADD["parameters"] | {"properties": {name: {"enum": [3, 4]} for name in "ab"}}}
+    tools = [{"type": "function", "function": bounded}]
+    chat: dict[str, Any] = {"messages": ASKED, "tools": tools, "max_tokens": 60}
+    first = post_tiny.chat(**chat, tool_choice="required").json()
+    message = first["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
+    last = post_tiny.chat(**chat | {"messages": [*ASKED, message, result]}).json()
+    assert last["choices"][0]["message"]["content"] and "tool_calls" not in last["choices"][0]["message"]
+    assert last["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"] + 10
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] // 16 * 16
+
+    tool = {"name": "add", "input_schema": bounded["parameters"]}
+    body: dict[str, Any] = {"messages": ASKED, "tools": [tool], "max_tokens": 60}
+    content = post_tiny("/v1/messages", **body, tool_choice={"type": "any"}).json()["content"]
+    result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "7"}
+    turns = [*ASKED, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    assert post_tiny("/v1/messages", **body | {"messages": turns}).json()["content"][0]["text"]
+
+    settings = {"tools": [{"type": "function"} | bounded], "max_output_tokens": 60}
+    (call,) = post_tiny("/v1/responses", input=ASKED, **settings, tool_choice="required").json()["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}
+    assert post_tiny("/v1/responses", input=[*ASKED, call, result], **settings).json()["output"][0]["content"][0][
+        "text"
+    ]
+
+
+def test_the_small_model_thinks_where_it_is_asked_to(post_tiny: Poster) -> None:
+    on = post_tiny.chat(chat_template_kwargs={"enable_thinking": True}).json()["choices"][0]["message"]
+    off = post_tiny.chat(reasoning_effort="none").json()["choices"][0]["message"]
+    assert on["reasoning_content"] and not on["content"] and off["content"] and "reasoning_content" not in off
+
+
 # Libraries
 
 

@@ -16,8 +16,8 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_programs_in_the_documents_run(post: Poster, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_programs_in_the_documents_run(post_tiny: Poster, block: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai")
     assert "http://127.0.0.1:8000" in block
-    exec(compile(block.replace("http://127.0.0.1:8000", post.address), "document", "exec"), {})
+    exec(compile(block.replace("http://127.0.0.1:8000", post_tiny.address), "document", "exec"), {})
     assert capsys.readouterr().out.strip()
