@@ -9,7 +9,7 @@ A file of JSON per session, or one session a line:
 
 `hash_ids` name the whole blocks of a prompt, within one session (`"hash_id_scope": "global"`: everywhere). Sessions
 with equal sizes of tools and system prompt share these. What a request answers is what the next one of its conversation
-has there, where that goes on from it. Many sessions pack well into one file of numbers (`.npz`), which is read too.
+has there, where that continues it. Many sessions pack well into one file of numbers (`.npz`), which is read too.
 """
 
 from __future__ import annotations
