@@ -4,6 +4,7 @@
     python bench/hit_rate.py --trace lmsys --geometry qwen35_4b --budget-gb 3
     python bench/hit_rate.py --trace my.jsonl --geometry 65536,1000000 --budget-gb 1
     python bench/hit_rate.py --reference bench/reference.json --traces DIR --policy lhd     # DIR: bench/traces.py
+    python bench/hit_rate.py --adversarial --against lru
 
 A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in
 order of arrival; or a folder or a packed file of recorded sessions, as `hybrid doctor` reads them, with `--users N` as
@@ -11,8 +12,9 @@ many at a time in a closed loop: a request is served when it comes, and its answ
 tokens per second say. With `--crossover` saved compute and times to the first token are given too. `--traces DIR` (or
 HYBRID_TRACES) is where traces are found by name. Requests run one after another; a request's hit is the part that need
 not be computed again, at most its length - 1; afterwards its input and output are in the cache. `--budget-gb inf` never
-runs out. `--reference` runs every cell of a file of known figures. The value of a line is the token hit rate in
-percent. Exit status 1 when a target is missed.
+runs out. `--reference` runs every cell of a file of known figures, `--adversarial` traces that are made against
+policies that learn. With `--against lru` each cell is run with that policy too, and its hit rate less half a point is
+the target. The value of a line is the token hit rate in percent. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import traces
 from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError, Policy
 from hybrid.cache import placement
-from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
+from hybrid.cache.config import DEFAULT_PLACEMENT
+from hybrid.checks import STATE_DTYPE_NAMES
 from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, ClosedLoop
 from hybrid.doctor.sessions import SessionLog, is_session
 from hybrid.doctor.sizes import Sizes
@@ -330,8 +334,29 @@ def run_reference(args: argparse.Namespace) -> list[Line]:
     for name, row in reference["infinite_cache"].items() if names is None else ():
         known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
         cells.append((name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known))
-    traces = {name: load_trace(name, args.traces) for name, *_ in cells}
-    return [run(args, name, traces[name], *sizes, round(target, 1), known) for name, *sizes, target, known in cells]
+    read = {name: load_trace(name, args.traces) for name, *_ in cells}
+    return [run_cell(args, name, read[name], *sizes, round(target, 1), known) for name, *sizes, target, known in cells]
+
+
+def run_adversarial(args: argparse.Namespace) -> list[Line]:
+    """The traces that are made against policies that learn."""
+    lines = []
+    for name in traces.ADVERSARIAL:
+        made = traces.make(name)
+        requests = [(array("i", one["input_tokens"] + one["output_tokens"]), one["num_input_tokens"]) for one in made]
+        lines.append(run_cell(args, name, requests, args.geometry, traces.MEMORY))
+    return lines
+
+
+def run_cell(
+    args: argparse.Namespace, name: str, requests: Sequence[Request], geometry: str, budget_gb: float, *more: Any
+) -> Line:
+    """Run a trace; with `--against` by that policy before, which makes the target."""
+    if args.against is None:
+        return run(args, name, requests, geometry, budget_gb, *more)
+    other = argparse.Namespace(**{**vars(args), "policy": args.against})
+    hit_rate = run(other, name, requests, geometry, budget_gb).value
+    return run(args, name, requests, geometry, budget_gb, round(hit_rate - 0.5, 2), {args.against: hit_rate})
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -347,7 +372,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", default="lhd", help=policies)
     placements = ",".join(DEFAULT_PLACEMENT)
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
-    parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")
+    parser.add_argument(
+        "--state-dtype", default="float32", choices=STATE_DTYPE_NAMES, help="how checkpoints are stored"
+    )
     parser.add_argument("--host", type=float, default=0.0, help="host memory behind it, in multiples of the budget")
     parser.add_argument("--disk", type=float, default=0.0, help="a disk behind them, likewise")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
@@ -358,6 +385,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-rate", type=float, default=PREFILL_RATE, help=text)
     parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")
+    text = "run traces that are made against policies that learn"
+    parser.add_argument("--adversarial", action="store_true", help=text)
+    text = "run each cell with this policy too: its hit rate less half a point is the target"
+    parser.add_argument("--against", metavar="POLICY", help=text)
     where = os.environ.get("HYBRID_TRACES")
     parser.add_argument("--traces", type=Path, default=where, help="where traces are found (default: HYBRID_TRACES)")
     args = parser.parse_args(given)
@@ -365,9 +396,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     args.geometry = args.geometry or ("all" if args.reference else "qwen35_4b")
     if args.geometry not in (*GEOMETRIES, "all") and not re.fullmatch(r"[1-9]\d*,[1-9]\d*", args.geometry):
         parser.error(f"--geometry must be one of {shapes}, or two numbers of bytes; got {args.geometry!r}")
-    if args.reference is None:
+    if args.reference is None and not args.adversarial:
         if args.trace is None or args.budget_gb is None or args.geometry == "all":
-            parser.error("give --trace, --geometry and --budget-gb, or --reference")
+            parser.error("give --trace, --geometry and --budget-gb, or --reference, or --adversarial")
         if not args.budget_gb > 0:
             parser.error(f"--budget-gb must be a positive number, or inf; got {args.budget_gb}")
     return args
@@ -378,9 +409,11 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         if args.reference is not None:
             lines = run_reference(args)
+        elif args.adversarial:
+            lines = run_adversarial(args)
         else:
             requests = load_trace(args.trace, args.traces)
-            lines = [run(args, Path(args.trace).stem, requests, args.geometry, args.budget_gb)]
+            lines = [run_cell(args, Path(args.trace).stem, requests, args.geometry, args.budget_gb)]
     except HybridError as error:
         sys.exit(str(error))
     asked = {"policy": args.policy, "placement": args.placement, "state_dtype": args.state_dtype, "seed": args.seed}

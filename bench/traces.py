@@ -15,6 +15,14 @@ tokens of input.
 | swebench | 60 coding agents with a common system prompt, which drop old observations from the middle of the history |
 | swebench_nc | the same agents, which only append |
 | fewshot | 40 system prompts of Zipf popularity, 3 variants of examples each; a fifth of the requests has a next turn |
+
+Three more are made against policies that learn; `hit_rate.py --adversarial` makes them itself, for memory of `MEMORY`:
+
+| trace | what it does |
+|---|---|
+| scan | chats go on, and twice 400 prompts come that are never seen again |
+| loop | prompts are repeated in turn, a tenth more of them than fit |
+| switch | a loop, then prompts that are asked three times in short succession and never again |
 """
 
 from __future__ import annotations
@@ -124,6 +132,56 @@ def fewshot(*, seed: int, groups: int = 40, scale: int = 1) -> list[Request]:
     return made
 
 
+def scan(*, seed: int, scale: int = 1) -> list[Request]:
+    """Twelve chats of 1200 requests, at random; after each 400 of them 400 prompts that are never seen again."""
+    rng = np.random.default_rng(seed)
+    histories: list[list[int]] = [[] for _ in range(12)]
+    made: list[Request] = []
+    for _ in range(3 * scale):
+        for _ in range(400):
+            session = int(rng.integers(len(histories)))
+            if len(histories[session]) > 12000:
+                histories[session] = []
+            asked, answered = histories[session] + USER + tokens(rng, 400), ASSISTANT + tokens(rng, 200)
+            made.append(request(session, 0, float(len(made)), asked, answered))
+            histories[session] = asked + answered
+        for _ in range(400):
+            made.append(request(len(made), 0, float(len(made)), tokens(rng, 2000), tokens(rng, 64)))
+    return made[:-400]
+
+
+def loop(*, seed: int, scale: int = 1, requests: int = 1200) -> list[Request]:
+    """28 prompts of 4096 tokens in turn: with their states they need a tenth more than `MEMORY`."""
+    rng = np.random.default_rng(seed)
+    prompts = [tokens(rng, 4096 + 64) for _ in range(28)]
+    made = []
+    for at in range(requests * scale):
+        made.append(request(at % len(prompts), 0, float(at), prompts[at % len(prompts)], tokens(rng, 16)))
+    return made
+
+
+def switch(*, seed: int, scale: int = 1) -> list[Request]:
+    """The loop, and then 1200 requests for 400 prompts, each three times within sixteen requests."""
+    rng = np.random.default_rng(seed + 1)
+    made = loop(seed=seed, scale=scale, requests=1000)
+    coming = []
+    for at in range(400 * scale):
+        asked = tokens(rng, 4096 + 64)
+        coming += [(3.0 * at + float(delay), at, asked) for delay in (0, *rng.uniform(0, 16, 2))]
+    for ts, session, asked in sorted(coming, key=lambda one: one[:2]):
+        made.append(request(1000 + session, 0, 1000.0 * scale + ts, asked, tokens(rng, 16)))
+    return made
+
+
+MEMORY = 4.5
+"""GB for which the adversarial traces are made, with Qwen3.5-4B's shape."""
+
+ADVERSARIAL: dict[str, Callable[..., list[Request]]] = {
+    "scan": partial(scan, seed=5),
+    "loop": partial(loop, seed=6),
+    "switch": partial(switch, seed=7),
+}
+
 TRACES: dict[str, Callable[..., list[Request]]] = {
     "sharegpt": partial(chats, (50, 1.2, 4, 4000), (300, 0.8, 8, 2000), mean_turns=12.0, popular_share=0.02, seed=1),
     "lmsys": partial(chats, (25, 1.2, 4, 4000), (180, 0.8, 8, 2000), mean_turns=4.0, popular_share=0.08, seed=2),
@@ -140,7 +198,10 @@ def make(name: str, seed: int | None = None, scale: int = 1) -> list[Request]:
         scale: times as many sessions, in the same time.
     """
     given = {} if seed is None else {"seed": seed}
-    made = sorted(TRACES[name](scale=scale, **given), key=lambda one: (one["ts"], one["session_id"], one["turn_id"]))
+    made = sorted(
+        {**TRACES, **ADVERSARIAL}[name](scale=scale, **given),
+        key=lambda one: (one["ts"], one["session_id"], one["turn_id"]),
+    )
     for one in made:
         one |= {"num_input_tokens": len(one["input_tokens"]), "num_output_tokens": len(one["output_tokens"])}
     return made
@@ -149,7 +210,13 @@ def make(name: str, seed: int | None = None, scale: int = 1) -> list[Request]:
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("traces"), help="the folder to write to (default: traces)")
-    parser.add_argument("--only", nargs="+", choices=list(TRACES), default=list(TRACES), help="traces (default: all)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*TRACES, *ADVERSARIAL],
+        default=list(TRACES),
+        help="traces (default: the first five)",
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.only:

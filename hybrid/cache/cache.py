@@ -900,6 +900,8 @@ class HybridCache:
         if self.restores is not None:
             self.restores.count(now)
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
+        if (guard := tree.guard) is not None:
+            now.lru_is_on, now.lru_switches, now.lru_lead = guard.is_on, guard.switches, guard.lru_hits - guard.hits
         now.shares = {name: (tree.held(name), share) for name, share in self._shares.items()}
         return now
 

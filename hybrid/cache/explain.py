@@ -40,7 +40,10 @@ def explain(tree: Tree, key: Key, limit: int, match: Match) -> Explanation:
     Args:
         limit: how many tokens of the key the match could have used.
     """
-    return Explanation(len(key), match.num_page_tokens, match.num_tokens, _reason(tree, key, limit, match))
+    reason = _reason(tree, key, limit, match)
+    if tree.guard is not None and tree.guard.is_on and "evicted" in reason:
+        reason += "; LRU decides now, which would have found more lately than the policy"
+    return Explanation(len(key), match.num_page_tokens, match.num_tokens, reason)
 
 
 def not_started(num_tokens: int) -> Explanation:

@@ -39,6 +39,9 @@ class CacheStats:
         dropped_hits: prefixes that were dropped because passes that resumed from them gave NaN or infinity; their
             requests were computed without them.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
+        lru_is_on: LRU would have found more lately than the policy, and has taken over (docs/eviction.md, "The guard").
+        lru_switches: how often it has taken over, and has given way again.
+        lru_lead: tokens that LRU would have found more than were found on the device, of all requests; fewer: below 0.
         shares: by tenants that have a share of the memory, the part of it that they hold, and their share.
         resets: how often an exception left the bookkeeping inconsistent, and the cache was emptied
             (`HybridCache.reset`).
@@ -85,6 +88,9 @@ class CacheStats:
     damaged_copies: int = 0
     dropped_hits: int = 0
     policy_failure: str | None = None
+    lru_is_on: bool = False
+    lru_switches: int = 0
+    lru_lead: int = 0
     shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     resets: int = 0
 
@@ -143,4 +149,7 @@ class CacheStats:
             (f"held by {name}", f"{held:.1%} of the memory; its share is {own:.1%}")
             for name, (held, own) in self.shares.items()
         ]
+        if self.lru_switches:
+            now = "it is" if self.lru_is_on else "it is not"
+            rows.append(("LRU", f"it was in place of the policy, or back, {self.lru_switches} times; now {now}"))
         return rows + ([("policy", self.policy_failure)] if self.policy_failure else [])

@@ -104,6 +104,12 @@ class Collector:
         yield self._gauge("hybrid:checkpoints", "Checkpoints of recurrent state that are cached.", cache.checkpoints)
         yield self._counter("hybrid:evicted_checkpoints", "Checkpoints that were evicted.", cache.evicted_checkpoints)
         yield self._counter("hybrid:evicted_pages", "Pages that were evicted.", cache.evicted_pages)
+        text = "1 while LRU, which would have found more lately, is in place of the policy of eviction."
+        yield self._gauge("hybrid:lru_is_on", text, int(cache.lru_is_on))
+        text = "How often LRU has taken over from the policy of eviction, and has given way again."
+        yield self._counter("hybrid:lru_switches", text, cache.lru_switches)
+        text = "Tokens of prompts that LRU would have found more than were found on the device."
+        yield self._gauge("hybrid:lru_lead_tokens", text, cache.lru_lead)
         yield self._gauge("hybrid:pins", "Prefixes that are pinned.", cache.pins)
         yield self._counter(
             "hybrid:restored_tokens", "Tokens that came from host memory or disk.", cache.restored_tokens

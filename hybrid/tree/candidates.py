@@ -98,6 +98,7 @@ class Candidates:
         self._rng = Random(seed)
         self._priority_cap = priority_cap
         self._recency_of_pages = page_recency if pools.whole_edges else recency
+        self._by_lru = False
         self._spacing = prices.anchor_spacing
         self.shares: Shares = Shares({})
         self._install(policy)
@@ -114,9 +115,10 @@ class Candidates:
         self._missed = overridden(policy.missed, Policy.missed)
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
-        self._samples = policy.order is None
-        self._rises = policy.order == "rising"
-        self._weighs = isinstance(policy, AgingPolicy)
+        self._ranking = LeastRecentlyUsed() if self._by_lru else policy
+        self._samples = self._ranking.order is None
+        self._rises = self._ranking.order == "rising"
+        self._weighs = isinstance(self._ranking, AgingPolicy)
         self._others = self._queues(None)
         self._own = {tenant: self._queues(tenant) for tenant in self.shares.of}
         self._reorders = not self._weighs and not self._rises  # a use may change an order that was found before it
@@ -125,7 +127,7 @@ class Candidates:
 
     def _queues(self, tenant: Tenant | None) -> Queues:
         """The queues of a tenant with a share, or of all others."""
-        policy, shares = self._policy, self.shares.of
+        policy, shares = self._ranking, self.shares.of
 
         def own(is_evictable: Callable[[Node], bool]) -> Callable[[Node], bool]:
             if not shares:
@@ -145,7 +147,7 @@ class Candidates:
     def _queue(
         self, order: Order | None, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], prices: Prices
     ) -> Queue:
-        policy = self._policy
+        policy = self._ranking
         if isinstance(policy, AgingPolicy):
             return AgingQueue(self._weigher(policy, prices), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
@@ -155,6 +157,13 @@ class Candidates:
 
     def _rank_of(self, policy: Policy, of_lru: Callable[[Node], float]) -> Callable[[Node], float]:
         return of_lru if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
+
+    def rank_by_lru(self, by_lru: bool, nodes: Iterable[tuple[str, Node]]) -> None:
+        """Rank by LRU instead of by the policy, which learns all the same; or by the policy again."""
+        self._by_lru = by_lru
+        self._install(self._policy)
+        for _, node in nodes:
+            self.enter(node)
 
     def limit(self, shares: Shares, nodes: Iterable[tuple[str, Node]]) -> None:
         """Give tenants shares of the memory, in place of those that they had."""

@@ -146,9 +146,14 @@ class CheckpointRecord:
 
 
 class LearnedHitDensity(AgingPolicy):
-    """Evict the fewest expected hits per byte, as learned from past hits."""
+    """Evict the fewest expected hits per byte, as learned from past hits.
 
-    def __init__(self) -> None:
+    Args:
+        guarded: 1: while LRU would have had more hits lately, it takes over. 0: it does not.
+    """
+
+    def __init__(self, guarded: int = 1) -> None:
+        self.guarded = guarded > 0
         self._now = 0
         self._fitted_at = 0
         self._context = 1

@@ -69,6 +69,7 @@ class NodeUsage:
         pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
             there was none. Kept where edges are evicted as a whole, as `cut_at` is.
         cut_at: tick at which its edge was cut; 0 if it was not.
+        shadow: what the tree's guard knows of its checkpoint; None: nothing.
     """
 
     created: int
@@ -84,6 +85,7 @@ class NodeUsage:
     reported_below: bool | None = None
     pages_used: int = 0
     cut_at: int = 0
+    shadow: Any = None
 
     def stored_for(self, tenant: Tenant, priority: int) -> None:
         """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""

@@ -197,9 +197,11 @@ class Policy(ABC):
         order: None: ranks change by themselves, for example with age; the lowest of a random sample of the candidates
             is evicted. "rising" or "any": ranks change only when a candidate is used; candidates are kept in order and
             the lowest of all is evicted.
+        guarded: while LRU would have had more hits lately, it takes over (`hybrid.tree.guard`).
     """
 
     order: Order | None = None
+    guarded: bool = False
 
     @abstractmethod
     def rank(self, facts: Facts) -> float:

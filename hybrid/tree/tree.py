@@ -29,6 +29,7 @@ from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest, descend
 from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.guard import Guard
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     NO_MATCH,
@@ -86,6 +87,7 @@ class Tree:
         candidates: what can be evicted, in the order of the policy.
         tenants: by their names, those of which a checkpoint, stored or remembered, is known.
         lock_pages, lock_state, pin, unlock: those of `locks`.
+        guard: compares the policy with LRU, and has LRU take over; None where the policy does not ask for it.
         watcher: sees what is inserted, and what is about to be evicted; None: nothing does.
 
     One thread owns a tree.
@@ -121,6 +123,7 @@ class Tree:
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
+        self.guard: Guard | None = Guard(page_size, prices) if policy.guarded else None
         self.watcher: Watcher | None = None
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
@@ -306,6 +309,8 @@ class Tree:
         Reports to the policy every use that the request would have made of a checkpoint that was evicted.
         """
         known, gone, hashes = self._beyond(key, match, limit)
+        if self.guard is not None and self.guard.requested(self.candidates.now, match, gone, limit):
+            self.candidates.rank_by_lru(self.guard.is_on, self.nodes())
         for usage, num_tokens in gone:
             self.candidates.missed(usage, num_tokens)
         nearest = gone[-1][0] if gone else None  # of the deepest checkpoint that is or was on the way
@@ -504,6 +509,7 @@ class Tree:
             usage.created, usage.used_at = tick, now
         usage.last_used = 0 if checkpoint.is_spare else tick
         usage.stored_at = now
+        usage.shadow = usage.shadow or node.usage.shadow
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.came_between(node)
@@ -511,11 +517,15 @@ class Tree:
             self.locks.checkpoint_came(node)
         if self.candidates.reports_entries:
             self.candidates.entered(node)
+        if self.guard is not None:
+            self.guard.stored(node)
 
     def _note_lost(self, node: Node, past: NodeUsage) -> None:
         """A node has lost a checkpoint, or one was not admitted there."""
         node.usage, node.lost_checkpoint = past, True
         self.candidates.entered(node)
+        if self.guard is not None:
+            self.guard.lost(node)
 
     def renew(self, node: Node) -> None:
         """A checkpoint that the tree owns was offered again: it counts as recent, and not as used."""
@@ -547,7 +557,10 @@ class Tree:
         """
         self.candidates.settle(self.nodes())
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
-        return self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
+        admitted = self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
+        if not admitted and self.guard is not None:
+            self.guard.refused(usage)
+        return admitted
 
     def relabel(self, node: Node, old: Kind, new: Kind) -> None:
         """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
@@ -670,6 +683,11 @@ class Tree:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
+        self._evict_from(node, num_pages, released)
+        if self.guard is not None:
+            self.guard.evicted(self.num_pages, self.num_checkpoints)
+
+    def _evict_from(self, node: Node, num_pages: int, released: Released) -> None:
         if self._pools.whole_edges and not node.children and not node.page_locks:
             num_pages = node.num_pages
         try:
