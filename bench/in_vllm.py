@@ -32,7 +32,7 @@ CELLS = {
 
 SIDES: dict[str, dict[str, Any] | None] = {
     "vllm": None,
-    "lru": {"policy": "lru", "answers": False, "siblings": False, "ghost_branches": False},
+    "lru": {"policy": "lru", "anchors": False, "answers": False, "siblings": False, "ghost_branches": False},
     "lhd": {},
 }
 """Options of the plugin: `lru` keeps the states that vLLM keeps, and evicts as vLLM does."""

@@ -18,11 +18,13 @@ class MirrorOptions:
         admission: a state is kept only if it is worth more than what would be evicted for it.
         ghost_branches: a prompt's state is also made where it leaves a prefix that was cached once, when its pages
             were evicted.
+        anchors: states are kept along long prompts too (`hybrid.cache.placement.anchors`).
         seed: of the samples of candidates; the same on all ranks.
     """
 
     admission: bool = True
     ghost_branches: bool = False
+    anchors: bool = True
     seed: int = 0
 
     @classmethod

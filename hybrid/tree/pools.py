@@ -24,7 +24,7 @@ SlotValue = Any
 class PageParts:
     """Values of consecutive pages, in parts as they were handed over.
 
-    A part is any object with a length in pages and slices. Parts are never written, and never looked into.
+    A part is any object with a length in pages and slices. Parts are not looked into, and `exchange` alone writes them.
 
     Args:
         parts: none of them empty.
@@ -76,6 +76,18 @@ class PageParts:
         while first < end:
             yield self.parts[at], max(0, start - first), min(end, ends[at]) - first
             first, at = ends[at], at + 1
+
+    def exchange(self, start: int, values: list[Any]) -> list[Any]:
+        """Put other values in place of those of the pages from `start` on. Parts must be lists, and are written.
+
+        Returns:
+            The values that were there.
+        """
+        before: list[Any] = []
+        for part, first, end in [*self.overlaps(start, start + len(values))]:
+            before += part[first:end]
+            part[first:end] = values[len(before) - (end - first) : len(before)]
+        return before
 
     def __delitem__(self, where: slice) -> None:
         start, end, _ = where.indices(len(self))

@@ -22,6 +22,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
+from typing import Any
 from weakref import WeakValueDictionary
 
 from hybrid.errors import OwnershipError
@@ -354,6 +355,25 @@ class Tree:
             pages.extend(part)
         return pages
 
+    def exchange_pages(self, node: Node, num_tokens: int, values: list[Any]) -> list[Any]:
+        """Put other values in place of those of the pages from `num_tokens` on, as many, on the path to `node`: their
+        owner has the same content elsewhere. For opaque pages that were inserted as lists.
+
+        Returns:
+            The values that were there, in order.
+        """
+        page_size, run, before = self.page_size, node.run, list[Any]()
+        end = num_tokens + len(values) * page_size
+        while end > num_tokens:
+            start = max(num_tokens, run.start)
+            if end > start:
+                at = (start - num_tokens) // page_size
+                before[:0] = run.pages.exchange((start - run.start) // page_size, values[at:])
+                values, end = values[:at], start
+            if run.start and (above := run.nodes[0].parent) is not None:
+                run = above.run
+        return before
+
     def following(self, key: Key, limit: int) -> array[int]:
         """The ids that follow all of a key in its namespace, up to `limit`; of several continuations the one that was
         inserted last. Empty: there are none. Changes nothing.
@@ -439,7 +459,7 @@ class Tree:
             if lower is not None:
                 node = self._cut(lower, num_existing, cut_tick)
             if is_new:
-                own_pages = pages[offset // self._page_bytes :] if offset else pages
+                own_pages = pages[offset // self._page_bytes :]
                 node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes, sender)
                 forest.roots[key.namespace] = root
             adopted = checkpoint is not None and node.slot is None

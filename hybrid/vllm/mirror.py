@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
+from hybrid.cache import placement
 from hybrid.errors import ArgumentError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.mirror.pins import NamedPins
@@ -49,6 +50,28 @@ MAX_PINNED = 0.5
 """The part of the blocks that pins and holds may protect."""
 
 
+class TablePages:
+    """The first pages of a request, as a tree takes them: for each a tuple with a block of each group.
+
+    Args:
+        tables: of its groups of attention.
+        start: those before it are the tree's own.
+        end: number of them.
+    """
+
+    __slots__ = ("_end", "_tables", "start")
+
+    def __init__(self, tables: Sequence[Sequence[Block]], start: int, end: int) -> None:
+        self._tables, self._end, self.start = tables, end, start
+
+    def __len__(self) -> int:
+        return self._end
+
+    def __getitem__(self, where: slice) -> list[tuple[Block, ...]]:
+        start, end, _ = where.indices(self._end)
+        return [*zip(*(table[start:end] for table in self._tables), strict=True)]
+
+
 class Visit:
     """A request that vLLM has looked up, or has cached blocks of.
 
@@ -60,6 +83,8 @@ class Visit:
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
         lru_found: tokens that vLLM's own order of eviction would have found.
+        anchors: blocks after which a state is to be kept, or after the first pass beyond them.
+        anchor: the last after which one was.
         is_apart: the tree may have let go of blocks that it uses.
         is_first: it waits for room for the first time.
         is_shadowed: it has begun under vLLM's own order of eviction.
@@ -67,6 +92,8 @@ class Visit:
     """
 
     __slots__ = (
+        "anchor",
+        "anchors",
         "found",
         "is_apart",
         "is_first",
@@ -88,6 +115,8 @@ class Visit:
         self.num_pages: int = 0
         self.found: int | None = None
         self.lru_found: int = 0
+        self.anchors: list[int] = []
+        self.anchor: int = 0
         self.is_apart: bool = False
         self.is_first: bool = False
         self.is_shadowed: bool = False
@@ -157,7 +186,7 @@ class Mirror:
             WORDS,
             WORDS,
             policy,
-            Prices(len(self._pages), len(self._states)),
+            Prices(len(self._pages), len(self._states), self._options.anchors * (self._pool.num_gpu_blocks - 1)),
             seed=self._options.seed,
             pools=Pools(opaque=True, leaving=self.counts),
         )
@@ -237,18 +266,18 @@ class Mirror:
     def _cache_blocks(self, theirs: Callable[..., Any], request: Any, num_tokens: int) -> None:
         try:
             before = self._before_caching(request, num_tokens)
+            keeps = self._states if before is not None and self._keeps(request, num_tokens) else ()
         except Exception as error:
             self._fail(error, [])
             before = None
         if before is None:
             return theirs(request, num_tokens)
-        answers = self._states if self._options.answers and num_tokens > request.num_prompt_tokens else ()
-        for group in answers:
+        for group in keeps:
             group.cache_blocks = partial(self._cache_states, group.cache_blocks)
         try:
             theirs(request, num_tokens)
         finally:
-            for group in answers:
+            for group in keeps:
                 del group.cache_blocks
         if self.failure is None:
             try:
@@ -272,6 +301,18 @@ class Mirror:
         is_inside = num_tokens // size <= before[0] and past > 1 and num_tokens % size != 1
         return None if is_inside and request.request_id not in self._unkept else before
 
+    def _keeps(self, request: Any, num_tokens: int) -> bool:
+        """Tell whether the state after a pass is to be kept where vLLM keeps none. An anchor costs no pass: it is after
+        the first one that comes as far."""
+        if num_tokens > request.num_prompt_tokens:
+            return self._options.answers
+        visit, num_blocks = self._requests.get(request.request_id), num_tokens // self._block_size
+        passed = [at for at in visit.anchors if at <= num_blocks] if visit is not None else []
+        if visit is None or not passed:
+            return False
+        visit.anchors, visit.anchor = visit.anchors[len(passed) :], num_blocks
+        return True
+
     def _forget_unkept(self, rid: str) -> None:
         """Take the hash of a state that is not kept again: at every call vLLM gives one to the state at the prompt's
         last block that has none, as long as the request holds it."""
@@ -289,7 +330,8 @@ class Mirror:
     def _cache_states(
         self, theirs: Callable[..., Any], request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Keep the state at the last block of an answer too: the next turn continues there."""
+        """Keep the state at the end too: at an anchor, or at the last block of an answer, where the next turn
+        continues."""
         try:
             kwargs["replay_boundaries"] = (*kwargs["replay_boundaries"], num_tokens)
         except Exception as error:
@@ -358,8 +400,8 @@ class Mirror:
             self.pins.expire()
         if not boundary and self._options.siblings:
             boundary = self._sibling_boundary(request, num_tokens // size) * size
-        if self._options.ghost_branches:
-            return max(boundary, known // WORDS * size if known > found.num_tokens else 0)
+        if not boundary and self._options.ghost_branches and known > found.num_tokens:
+            boundary = known // WORDS * size
         return int(boundary)
 
     def _sibling_boundary(self, request: Any, hit: int) -> int:
@@ -384,7 +426,10 @@ class Mirror:
         return shared[saved.index(max(saved))] if saved else 0
 
     def protect(self, request: Any, visit: Visit) -> None:
-        """Protect what a request has found, from what makes room for the rest of it."""
+        """Protect what a request has found, from what makes room for the rest of it, and place its anchors."""
+        if self._options.anchors:
+            hit, end = (num // self._block_size * WORDS for num in (visit.found or 0, request.num_tokens))
+            visit.anchors = [at // WORDS for at in placement.anchors(hit, end, self.tree.anchor_spacing(end))]
         found = self.tree.peek(visit.key, self._limit(request))
         if found.deepest is not None:
             visit.lock = self.tree.lock_match(found)
@@ -448,8 +493,9 @@ class Mirror:
         """
         visit, rid = self._visit(request), request.request_id
         key = visit.key
-        blocks = [*zip(*(group.req_to_blocks[rid][:num_pages] for group in self._pages), strict=True)]
-        if visit.is_apart and any(block.block_hash is None for block in chain.from_iterable(blocks)):
+        pages = [group.req_to_blocks[rid] for group in self._pages]
+        start = visit.num_pages or (visit.found or 0) // self._block_size
+        if visit.is_apart and any(block.block_hash is None for table in pages for block in table[:num_pages]):
             self._set_apart(rid, visit)  # the tree has let go of blocks that it uses: they cannot be found any more
             return
         tables = [group.req_to_blocks[rid] for group in self._states]
@@ -459,14 +505,14 @@ class Mirror:
             slot = tuple(table[place] for table in tables)
             if all(not block.is_null and block.block_hash is not None for block in slot):
                 origin = self.visits.describe(rid, (place + 1) * WORDS, self._kind(request, place + 1))
-                node = self._insert_state(key, blocks[: place + 1], slot, origin, below, visit.options)
+                node = self._insert_state(key, TablePages(pages, start, place + 1), slot, origin, below, visit.options)
                 if slot[0].block_hash is None:
                     self._unkept[rid] = place
                 if visit.options.pin and node.slot is not None:
                     self._pin(rid, visit.options, node)
         end = num_pages * WORDS
         if node is None or node.end < end:
-            node = self._insert(key, blocks, None, below, None)
+            node = self._insert(key, TablePages(pages, start, num_pages), None, below, None)
         before, visit.lock, visit.num_pages = visit.lock, self.tree.lock_pages(node, end), num_pages
         if before is not None:
             self.tree.unlock(before)
@@ -476,7 +522,7 @@ class Mirror:
     def _insert_state(
         self,
         key: Key,
-        blocks: list[Any],
+        blocks: TablePages,
         slot: tuple[Block, ...],
         origin: StateOrigin,
         below: Node | None,
@@ -485,7 +531,8 @@ class Mirror:
         """Enter pages and the state after them, if it is worth more than what would be evicted for it."""
         end = len(blocks) * WORDS
         is_admitted = True
-        if self._learns and self._options.admission and not self._queue.has_spare and not options.pin:
+        asks = self._learns and self._options.admission and origin.kind is not Kind.ANCHOR and not options.pin
+        if asks and not self._queue.has_spare:
             origin, is_admitted = self.visits.admit(key, end, origin, tails_help=True, priority=options.priority)
         if is_admitted:
             is_spare = origin.kind is Kind.INTERVAL and not options.pin
@@ -497,15 +544,42 @@ class Mirror:
         return self._insert(key, blocks, None, below, origin)
 
     def _insert(
-        self, key: Key, blocks: list[Any], checkpoint: Checkpoint | None, below: Node | None, origin: StateOrigin | None
+        self,
+        key: Key,
+        blocks: TablePages,
+        checkpoint: Checkpoint | None,
+        below: Node | None,
+        origin: StateOrigin | None,
     ) -> Node:
         past, hashes = (origin.past, origin.hashes) if origin is not None else (None, None)
         inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, hashes)
-        new = chain.from_iterable(blocks[inserted.num_existing // WORDS :])
-        self._owned.update(block.block_id for block in new)
+        num_existing = inserted.num_existing // WORDS
+        self._owned.update(block.block_id for block in chain.from_iterable(blocks[num_existing:]))
+        if num_existing > blocks.start:
+            self._take_over(inserted.node, blocks.start, blocks[blocks.start : num_existing])
         if inserted.adopted and checkpoint is not None:
             self._owned.update(block.block_id for block in checkpoint.slot)
         return inserted.node
+
+    def _take_over(self, node: Node, start: int, computed: list[tuple[Block, ...]]) -> None:
+        """Have the tree own the blocks that a request has computed again, in place of its own from block `start` on,
+        where nothing uses those: they are free at once, and not when the request has ended."""
+        own = self.tree.exchange_pages(node, start * WORDS, computed)
+        for place, (mine, theirs) in enumerate(zip(own, computed, strict=True), start):
+            if mine is theirs or mine == theirs:
+                continue
+            if any(block.ref_cnt for block in mine):
+                self.tree.exchange_pages(node, place * WORDS, [mine])
+                continue
+            self._owned.update(block.block_id for block in theirs)
+            self._let_go(mine)
+
+    def _let_go(self, blocks: Iterable[Block]) -> None:
+        """Take their content from blocks that the tree has no more."""
+        for block in blocks:
+            self._owned.discard(block.block_id)
+            self._pool._maybe_evict_cached_block(block)
+            self._queue.let_go(block)
 
     def _pin(self, rid: str, options: RequestOptions, node: Node) -> None:
         """Pin a state, as far as not too much is pinned."""
@@ -554,15 +628,9 @@ class Mirror:
         while not released.pages and not released.slots and self._end_a_pin():
             self.counts.ended_pins += 1
             released = self.tree.evict_one(num_pages)
-        owned, let_go, forget = self._owned, self._queue.let_go, self._pool._maybe_evict_cached_block
-        found = False
-        for of_a_page in chain(chain.from_iterable(released.pages.parts), released.slots):
-            found = True
-            for block in of_a_page:
-                owned.discard(block.block_id)
-                forget(block)
-                let_go(block)
-        return found
+        found = [*chain(chain.from_iterable(released.pages.parts), released.slots)]
+        self._let_go(chain.from_iterable(found))
+        return bool(found)
 
     def _end_a_pin(self) -> bool:
         return self.holds.remove_next_to_expire() or self.pins.remove_next_to_expire()
@@ -594,7 +662,9 @@ class Mirror:
             return Kind.TURN_END
         if request.shared_prefix_boundary // size == num_blocks:
             return Kind.BRANCH
-        return Kind.PROMPT_END if end > request.num_prompt_tokens - 1 - size else Kind.INTERVAL
+        if end > request.num_prompt_tokens - 1 - size:
+            return Kind.PROMPT_END
+        return Kind.ANCHOR if self._requests[request.request_id].anchor == num_blocks else Kind.INTERVAL
 
     def _visit(self, request: Any) -> Visit:
         visit = self._requests.get(request.request_id)

@@ -60,9 +60,9 @@ def sound(served: Served) -> None:
     assert not served.mirror.tree.locks.num_pages
 
 
-def test_lru_hits_what_vllm_hits_and_every_lookup_is_what_the_tree_says() -> None:
+def test_lru_hits_no_less_than_vllm_and_every_lookup_is_what_the_tree_says() -> None:
     given, hits = conversations(1, 250), []
-    lru_alone = {"policy": "lru", "answers": False, "siblings": False, "ghost_branches": False}
+    lru_alone = {"policy": "lru", "anchors": False, "answers": False, "siblings": False, "ghost_branches": False}
     for options in (None, lru_alone, {}):
         served = Served(60 * BLOCK_BYTES, options)
         served.serve(given)
@@ -75,7 +75,7 @@ def test_lru_hits_what_vllm_hits_and_every_lookup_is_what_the_tree_says() -> Non
             assert abs(shown.lru_percent - hits[0]) < 0.2
     plain, lru, _ = hits
     assert plain > 15
-    assert abs(lru - plain) <= 0.7
+    assert plain <= lru <= plain + 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
 from hybrid.mirror import pins, visits, vllm_blocks
-from hybrid.tree.node import Kind
+from hybrid.tree.node import Kind, Released
 from hybrid.vllm import installed, mirror, plugin, stats
 from hybrid.vllm.mirror import Mirror
 from hybrid.vllm.options import VllmOptions, refuse_unsupported
@@ -138,16 +139,17 @@ def test_a_state_is_not_evicted_while_its_request_holds_it() -> None:
     check(manager, beside)
 
 
-def test_lru_hits_what_the_plain_queue_hits() -> None:
+def test_lru_hits_no_less_than_the_plain_queue() -> None:
     hits = {}
     for name in ("plain", "lru"):
         manager = Manager(60)
         if name == "lru":
-            Mirror(manager, manager.pages, manager.states, PlainQueue, VllmOptions(policy="lru", ghost_branches=False))
+            options = VllmOptions(policy="lru", ghost_branches=False, anchors=False)
+            Mirror(manager, manager.pages, manager.states, PlainQueue, options)
         service = Service(manager)
         hits[name] = sum(service.serve(prompt) or 0 for prompt in prompts(2, 500))
     assert hits["plain"] > 1000
-    assert abs(hits["lru"] / hits["plain"] - 1) < 0.05
+    assert hits["lru"] >= 0.98 * hits["plain"]
 
 
 def test_the_learned_policy_hits_more_than_lru_where_few_prompts_come_again() -> None:
@@ -199,6 +201,56 @@ def test_a_branch_that_was_evicted_gets_a_state_again_if_asked_for() -> None:
         service.serve([*shared, 80, 81, 82, 83, 84])
         made.append([node.end // mirror.WORDS for _, node in beside.tree.nodes() if node.usage.kind is Kind.BRANCH])
     assert made == [[], [5]]
+
+
+def let_go(beside: Mirror, released: Released) -> None:
+    """Free what was evicted behind the mirror's back."""
+    beside._let_go(chain.from_iterable(chain(chain.from_iterable(released.pages.parts), released.slots)))
+
+
+def test_a_state_is_made_where_pages_continue_before_one_where_they_did() -> None:
+    manager, beside = mirrored(64)
+    service, shared = Service(manager), [*range(20)]
+    service.serve([*shared, 70, 71, 72, 73, 74])
+    let_go(beside, beside.tree.evict_checkpoints(9))
+    let_go(beside, beside.tree.evict_pages(4))
+    service.serve([*shared, 80, 81, 82, 83, 84])
+    kinds = {node.end // mirror.WORDS: node.usage.kind for _, node in beside.tree.nodes()}
+    assert kinds == {2: Kind.BRANCH, 6: Kind.PROMPT_END}
+    check(manager, beside)
+
+
+@pytest.mark.parametrize(("anchors", "hit"), [(True, 120), (False, 0)])
+def test_a_long_prompt_is_trimmed_to_an_anchor_which_costs_no_pass(anchors: bool, hit: int) -> None:
+    manager, beside = mirrored(120, anchors=anchors)
+    service, prompt = Service(manager), [*range(240)]
+    request = service.request(prompt)
+    allocate, ends = manager.allocate_slots, list[int]()
+    manager.allocate_slots = lambda request, end, computed: ends.append(end) or allocate(request, end, computed)
+    service.start(request)
+    service.end(request)
+    assert ends == [*range(24, 217, 24), 236, 240]
+    while beside.tree.num_checkpoints > anchors:
+        assert beside.evict(1)
+    assert service.serve(prompt) == hit
+    check(manager, beside)
+
+
+def test_blocks_that_are_computed_again_take_the_place_of_those_that_the_tree_had() -> None:
+    manager, beside = mirrored(64)
+    service, prompt = Service(manager), [*range(40)]
+    service.serve(prompt)
+    let_go(beside, beside.tree.evict_checkpoints(9))
+    first, second = service.request(prompt), service.request(prompt)
+    assert service.start(first) == 0
+    owned = [page for _, node in beside.tree.nodes() for part in node.pages.parts for page in part]
+    assert [page[0] for page in owned] == manager.pages[0].req_to_blocks["2"]
+    assert all(block.ref_cnt for (block,) in owned)
+    let_go(beside, beside.tree.evict_checkpoints(9))
+    assert service.start(second) == 36  # the state that the first one holds is locked
+    for one in (first, second):
+        service.end(one)
+    check(manager, beside)
 
 
 def test_a_state_is_made_where_those_that_wait_part() -> None:
@@ -527,7 +579,7 @@ def test_options_come_from_the_additional_config() -> None:
         VllmOptions.of({"hybrid": {"policy": "slru"}})
     with pytest.raises(ArgumentError, match=r"--additional-config: hybrid: .*lru has no option 'alpha'"):
         VllmOptions.of({"hybrid": {"policy": "lru:alpha=1"}})
-    with pytest.raises(ArgumentError, match="has no option 'polcy'; it has: admission, ghost_branches, seed, policy"):
+    with pytest.raises(ArgumentError, match="has no option 'polcy'; it has: admission, ghost_branches, anchors, "):
         VllmOptions.of({"hybrid": {"polcy": "lru"}})
     with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
         VllmOptions.of({"hybrid": {"seed": True}})
