@@ -43,6 +43,17 @@ class Prices:
         return isqrt(2 * self.memory * self.checkpoint) // self.page if self.page else 0
 
 
+def anchors(start: int, end: int, spacing: int) -> range:
+    """Positions in `(start, end)` to which a long path may be trimmed: `spacing` tokens from one to the next, none
+    within half of that of the end.
+
+    Args:
+        start: a multiple of the grid.
+        spacing: likewise (`Tree.anchor_spacing`); 0: there are none.
+    """
+    return range(start + spacing, end - spacing // 2, spacing) if spacing else range(0)
+
+
 def ceil_div(a: int, b: int) -> int:
     """`a / b`, rounded up."""
     return -(-a // b)

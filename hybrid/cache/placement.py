@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 
 from hybrid.key import Key
 from hybrid.tree.node import Kind
+from hybrid.units import anchors
 
 SPACING = 2**0.5
 """Spare checkpoints are this factor apart: a first branch anywhere recomputes at most the last 30 % of its prefix."""
@@ -67,18 +68,6 @@ def of_prompt(
             if (whole := position if key is None else key.whole(position, grid)) > hit:
                 ordered.setdefault(whole, Kind.ANCHOR)
     return ordered
-
-
-def anchors(start: int, end: int, spacing: int) -> Iterator[int]:
-    """Positions in `(start, end)` to which a long path may be trimmed: `spacing` tokens from one to the next, none
-    within half of that of the end.
-
-    Args:
-        start: a multiple of the grid.
-        spacing: likewise (`Tree.anchor_spacing`); 0: there are none.
-    """
-    if spacing:
-        yield from range(start + spacing, end - spacing // 2, spacing)
 
 
 def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:

@@ -18,7 +18,7 @@ class MirrorOptions:
         admission: a state is kept only if it is worth more than what would be evicted for it.
         ghost_branches: a prompt's state is also made where it leaves a prefix that was cached once, when its pages
             were evicted.
-        anchors: states are kept along long prompts too (`hybrid.cache.placement.anchors`).
+        anchors: states are kept along long prompts too (`hybrid.units.anchors`).
         seed: of the samples of candidates; the same on all ranks.
     """
 

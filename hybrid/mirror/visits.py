@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hybrid.key import Key
 from hybrid.tree.node import KeyHashes, Kind, Match, Node, NodeUsage, PrefixHistory
 from hybrid.tree.tree import Tree
+from hybrid.units import anchors
 
 MAX_VISITS = 8192
 """Requests that are remembered; of more the one that came first is forgotten, as if it came again."""
@@ -66,6 +67,7 @@ class Visits:
         self._learns = learns
         self._histories: dict[str, PrefixHistory] = {}
         self._keys: dict[str, tuple[Sequence[int], Key]] = {}
+        self._anchors: dict[str, list[int]] = {}
         self._expected: Expected | None = None
 
     def match(self, rid: str, key: Key, limit: int) -> tuple[Match, int]:
@@ -79,6 +81,21 @@ class Visits:
         if len(self._histories) > MAX_VISITS:
             del self._histories[next(iter(self._histories))]
         return found, history.num_tokens
+
+    def place_anchors(self, rid: str, hit: int, end: int) -> None:
+        """Place the anchors of a request between its hit and its prompt's end."""
+        self._anchors[rid] = [*anchors(hit, end, self._tree.anchor_spacing(end))]
+        if len(self._anchors) > MAX_VISITS:
+            del self._anchors[next(iter(self._anchors))]
+
+    def passes_anchor(self, rid: str, num_tokens: int) -> bool:
+        """Tell, once, whether the pass of a request that ends here is the first that comes as far as an anchor: its
+        state is that anchor, for which no pass has to end."""
+        places = self._anchors.get(rid)
+        if not places or places[0] > num_tokens:
+            return False
+        self._anchors[rid] = [place for place in places if place > num_tokens]
+        return True
 
     def keep_key(self, rid: str, ids: Sequence[int], key: Key) -> None:
         """Keep the key that was made of a request's ids."""
@@ -99,8 +116,8 @@ class Visits:
 
     def leave(self, rid: str) -> None:
         """A request has ended."""
-        self._histories.pop(rid, None)
-        self._keys.pop(rid, None)
+        for known in (self._histories, self._keys, self._anchors):
+            known.pop(rid, None)
 
     def describe(self, rid: str, num_tokens: int, kind: Kind) -> StateOrigin:
         """A state of a request at a position."""

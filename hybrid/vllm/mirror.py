@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from hybrid.cache import placement
 from hybrid.errors import ArgumentError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.mirror.pins import NamedPins
@@ -83,8 +82,7 @@ class Visit:
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
         lru_found: tokens that vLLM's own order of eviction would have found.
-        anchors: blocks after which a state is to be kept, or after the first pass beyond them.
-        anchor: the last after which one was.
+        anchor: blocks up to its last anchor.
         is_apart: the tree may have let go of blocks that it uses.
         is_first: it waits for room for the first time.
         is_shadowed: it has begun under vLLM's own order of eviction.
@@ -93,7 +91,6 @@ class Visit:
 
     __slots__ = (
         "anchor",
-        "anchors",
         "found",
         "is_apart",
         "is_first",
@@ -115,7 +112,6 @@ class Visit:
         self.num_pages: int = 0
         self.found: int | None = None
         self.lru_found: int = 0
-        self.anchors: list[int] = []
         self.anchor: int = 0
         self.is_apart: bool = False
         self.is_first: bool = False
@@ -306,11 +302,10 @@ class Mirror:
         the first one that comes as far."""
         if num_tokens > request.num_prompt_tokens:
             return self._options.answers
-        visit, num_blocks = self._requests.get(request.request_id), num_tokens // self._block_size
-        passed = [at for at in visit.anchors if at <= num_blocks] if visit is not None else []
-        if visit is None or not passed:
+        num_blocks = num_tokens // self._block_size
+        if not self.visits.passes_anchor(request.request_id, num_blocks * WORDS):
             return False
-        visit.anchors, visit.anchor = visit.anchors[len(passed) :], num_blocks
+        self._visit(request).anchor = num_blocks
         return True
 
     def _forget_unkept(self, rid: str) -> None:
@@ -429,7 +424,7 @@ class Mirror:
         """Protect what a request has found, from what makes room for the rest of it, and place its anchors."""
         if self._options.anchors:
             hit, end = (num // self._block_size * WORDS for num in (visit.found or 0, request.num_tokens))
-            visit.anchors = [at // WORDS for at in placement.anchors(hit, end, self.tree.anchor_spacing(end))]
+            self.visits.place_anchors(request.request_id, hit, end)
         found = self.tree.peek(visit.key, self._limit(request))
         if found.deepest is not None:
             visit.lock = self.tree.lock_match(found)
@@ -572,9 +567,9 @@ class Mirror:
                 self.tree.exchange_pages(node, place * WORDS, [mine])
                 continue
             self._owned.update(block.block_id for block in theirs)
-            self._let_go(mine)
+            self.let_go(mine)
 
-    def _let_go(self, blocks: Iterable[Block]) -> None:
+    def let_go(self, blocks: Iterable[Block]) -> None:
         """Take their content from blocks that the tree has no more."""
         for block in blocks:
             self._owned.discard(block.block_id)
@@ -629,7 +624,7 @@ class Mirror:
             self.counts.ended_pins += 1
             released = self.tree.evict_one(num_pages)
         found = [*chain(chain.from_iterable(released.pages.parts), released.slots)]
-        self._let_go(chain.from_iterable(found))
+        self.let_go(chain.from_iterable(found))
         return bool(found)
 
     def _end_a_pin(self) -> bool:

@@ -205,7 +205,7 @@ def test_a_branch_that_was_evicted_gets_a_state_again_if_asked_for() -> None:
 
 def let_go(beside: Mirror, released: Released) -> None:
     """Free what was evicted behind the mirror's back."""
-    beside._let_go(chain.from_iterable(chain(chain.from_iterable(released.pages.parts), released.slots)))
+    beside.let_go(chain.from_iterable(chain(chain.from_iterable(released.pages.parts), released.slots)))
 
 
 def test_a_state_is_made_where_pages_continue_before_one_where_they_did() -> None:
