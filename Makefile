@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part vllm served clients clients-part harness browser newest newest-part beside parity stress bench gpu clean
+.PHONY: help setup demo test quick lint typecheck pytest woven sglang sglang-part vllm served clients clients-part harness browser newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ demo: setup  ## the story of the cache, told on real text
 	$(BIN)/hybrid demo
 
 test: lint typecheck pytest  ## everything that must hold
+
+quick: .venv/.compiled  ## every command and every door once, in two minutes: on the last commit before it is handed on
+	$(BIN)/python tools/quick.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
