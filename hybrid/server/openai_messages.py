@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import re
 from typing import Any
 
 from hybrid.checks import shown
@@ -81,7 +82,7 @@ def _call(value: Any, where: str) -> Any:
 
 
 def _check_read(template: str, name: str, fields: Fields) -> None:
-    if name not in template:
+    if not re.search(rf"\b(messages?|msg|m)(\[[^\]]*\])?(\.{name}\b|\[['\"]{name}['\"]\])", template):
         text = f"{fields.path(name)}: this model's chat template does not read it; leave it out, or use the content"
         raise HttpError(400, text, fields.path(name), "unsupported_parameter")
 

@@ -48,6 +48,7 @@ def read_responses(server: Server, call: Call, fields: Fields, model: str | None
     tools = openai_tools(fields, template, are_flat=True)
     prompt: dict[str, Any] = {"messages": messages, "split_special_tokens": True} | tools.in_prompt
     own = tools.params(read_text_format(fields)) | {"parse_response": server.takes_apart}
+    fields.only("n", 1)
     compared = fields.inner("prompt_cache_options", "comparison_response_id")
     params = openai_params(fields, server.defaults, server.max_tokens, "max_output_tokens")
     params = server.with_adapter(changed(params, own, fields), model)
