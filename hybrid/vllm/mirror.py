@@ -18,7 +18,6 @@ from hybrid.errors import ArgumentError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
-from hybrid.mirror.vllm_blocks import Holding, VllmBlocks
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.policies import policy_of
@@ -81,12 +80,9 @@ class Visit:
         sources: locks on the states that its passes start from, as long as it holds their blocks.
         num_pages: blocks of it that were inserted.
         found: tokens that vLLM has found of it; None: it was not looked up.
-        lru_found: tokens that vLLM's own order of eviction would have found.
         anchor: blocks up to its last anchor.
         is_apart: the tree may have let go of blocks that it uses.
         is_first: it waits for room for the first time.
-        is_shadowed: it has begun under vLLM's own order of eviction.
-        shadow: what it would hold there; None: it has not begun, or had no room.
     """
 
     __slots__ = (
@@ -94,13 +90,10 @@ class Visit:
         "found",
         "is_apart",
         "is_first",
-        "is_shadowed",
         "key",
         "lock",
-        "lru_found",
         "num_pages",
         "options",
-        "shadow",
         "sources",
     )
 
@@ -111,12 +104,9 @@ class Visit:
         self.sources: list[Lock] = []
         self.num_pages: int = 0
         self.found: int | None = None
-        self.lru_found: int = 0
         self.anchor: int = 0
         self.is_apart: bool = False
         self.is_first: bool = False
-        self.is_shadowed: bool = False
-        self.shadow: Holding | None = None
 
 
 def _num_common(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
@@ -189,18 +179,17 @@ class Mirror:
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)
         self.holds: NamedPins = NamedPins(self.tree)
-        self._shadow = VllmBlocks(
-            len(self._pages),
-            len(self._states),
-            self._pool.num_gpu_blocks - 1,
-            self._block_size,
-            retention=self._manager.coordinator.retention_interval,
-        )
 
     def stats(self) -> MirrorStats:
         """A snapshot of what was seen and done."""
         counts = {**vars(self.counts), "refused": dict(self.counts.refused), "evicted": dict(self.counts.evicted)}
+        guard, lead = self.tree.guard, None
+        if guard is not None:
+            lead = (guard.lru_hits - guard.hits) // WORDS * self._block_size
         return MirrorStats(
+            lru_hit_tokens=self.counts.hit_tokens + lead if lead is not None else None,
+            lru_is_on=guard is not None and guard.is_on,
+            lru_switches=guard.switches if guard is not None else 0,
             policy=self._options.policy,
             policy_failure=self.tree.policy_failure,
             failure=repr(self.failure) if self.failure is not None else None,
@@ -278,7 +267,6 @@ class Mirror:
         if self.failure is None:
             try:
                 self._forget_unkept(request.request_id)
-                self.computed(request, num_tokens)
                 now = self._num_cached(request.request_id)
                 if now[0] > before[0] or now[1] > before[1]:
                     self.cached(request, before[1], *now)
@@ -395,7 +383,8 @@ class Mirror:
             self.pins.expire()
         if not boundary and self._options.siblings:
             boundary = self._sibling_boundary(request, num_tokens // size) * size
-        if not boundary and self._options.ghost_branches and known > found.num_tokens:
+        by_lru = self.tree.guard is not None and self.tree.guard.is_on
+        if not boundary and self._options.ghost_branches and not by_lru and known > found.num_tokens:
             boundary = known // WORDS * size
         return int(boundary)
 
@@ -440,12 +429,10 @@ class Mirror:
             self._unlock(visit)
             return
         self.holds.remove(request.request_id)
-        self._begin_shadow(request, visit)
         if visit.is_first and visit.found is not None:
             visit.is_first = False
             self.counts.prompt_tokens += request.num_tokens
             self.counts.hit_tokens += visit.found
-            self.counts.lru_hit_tokens += visit.lru_found
 
     def _unlock_given_back(self, rid: str, visit: Visit) -> None:
         """Unlock the states of which a request does not hold the blocks any more. While it does, to evict one would
@@ -465,21 +452,6 @@ class Mirror:
             return None
         place = node.end // WORDS - 1
         return place if place < len(table) and table[place] is node.slot[0] else None
-
-    def _begin_shadow(self, request: Any, visit: Visit) -> None:
-        """Begin a request under vLLM's own order of eviction, if it has not begun."""
-        if not visit.is_shadowed:
-            visit.is_shadowed = True
-            looks = visit.found is not None
-            visit.shadow = self._shadow.begin(request.block_hashes, request.num_tokens, looks)
-            visit.lru_found = visit.shadow.hit * self._block_size if visit.shadow is not None else 0
-
-    def computed(self, request: Any, num_tokens: int) -> None:
-        """A request is computed up to a token: so it is under vLLM's own order of eviction, if there is room."""
-        visit = self._visit(request)
-        self._begin_shadow(request, visit)
-        if visit.shadow is not None and not self._shadow.advance(visit.shadow, request.block_hashes, num_tokens):
-            self._end_shadow(visit)
 
     def cached(self, request: Any, first_state: int, num_pages: int, num_states: int) -> None:
         """Blocks of a request have got a hash: its pages up to `num_pages`, its states from `first_state` on.
@@ -596,18 +568,8 @@ class Mirror:
         self._unkept.pop(request.request_id, None)
         if visit is not None:
             self._unlock(visit)
-            if visit.shadow is not None:
-                self._shadow.advance(
-                    visit.shadow, request.block_hashes, min(request.num_computed_tokens, request.num_tokens - 1)
-                )
-                self._end_shadow(visit)
         if request.is_finished():
             self.visits.leave(request.request_id)
-
-    def _end_shadow(self, visit: Visit) -> None:
-        if visit.shadow is not None:
-            self._shadow.end(visit.shadow)
-            visit.shadow = None
 
     def evict(self, num_blocks: int) -> bool:
         """Let go of what is worth least: a state, or up to n blocks of pages that no state needs.

@@ -16,7 +16,7 @@ COUNTERS = {
     "lookups": "Requests that were looked up",
     "prompt_tokens": "Tokens of prompts that were given room",
     "hit_tokens": "Tokens of these that were found",
-    "lru_hit_tokens": "Tokens of these that vLLM's own order of eviction would have found",
+    "lru_switches": "How often LRU was ahead and has taken over, and the policy has come back",
     "evicted_pages": "Blocks of attention that were evicted",
     "set_apart": "Requests of which nothing more was cached, for want of free blocks",
     "ended_pins": "Pins that ended before their time, for want of free blocks",
@@ -26,6 +26,8 @@ COUNTERS = {
 COUNTERS_BY_KIND = {"evicted": "States that were evicted", "refused": "States that were not kept"}
 
 GAUGES = {
+    "lru_lead_tokens": "Tokens of prompts that LRU would have found, with the same states, less those that were",
+    "lru_is_on": "1 while LRU has taken over",
     "states": "States that are cached",
     "pages": "Blocks of attention that are cached",
     "pins": "Pins that hold",
@@ -93,7 +95,13 @@ class StatsReporter:
         for name in COUNTERS_BY_KIND:
             for kind, number in getattr(stats, name).items():
                 self._count(metrics[name], number, name, kind)
-        values = {"dismissed": int(stats.policy_failure is not None), "failed": int(stats.failure is not None)}
+        lead = stats.lru_hit_tokens - stats.hit_tokens if stats.lru_hit_tokens is not None else 0
+        values = {
+            "lru_lead_tokens": lead,
+            "lru_is_on": int(stats.lru_is_on),
+            "dismissed": int(stats.policy_failure is not None),
+            "failed": int(stats.failure is not None),
+        }
         for name in GAUGES:
             metrics[name].labels(*self._labels).set(values.get(name, getattr(stats, name, 0)))
 

@@ -14,7 +14,6 @@ class Counts:
         lookups: requests that were looked up.
         differing: those of which vLLM found another length than the tree.
         prompt_tokens, hit_tokens: of those that were given room, and of these what vLLM found.
-        lru_hit_tokens: what vLLM would have found with its own order of eviction.
         refused: states that were not kept, by kind.
         evicted: states that were evicted, by kind.
         evicted_pages: blocks of pages that were evicted.
@@ -28,7 +27,6 @@ class Counts:
         self.differing: int = 0
         self.prompt_tokens: int = 0
         self.hit_tokens: int = 0
-        self.lru_hit_tokens: int = 0
         self.refused: Counter[str] = Counter()
         self.evicted: Counter[str] = Counter()
         self.evicted_pages: int = 0
@@ -53,8 +51,12 @@ class MirrorStats:
         policy: of eviction.
         policy_failure: why the policy was dismissed, and LRU took its place; None: it is in use.
         failure: what has raised in the mirror, and put vLLM's own order back; None: nothing has.
-        lookups, differing, prompt_tokens, hit_tokens, lru_hit_tokens, refused, evicted, evicted_pages, set_apart,
+        lookups, differing, prompt_tokens, hit_tokens, refused, evicted, evicted_pages, set_apart,
             ended_pins, bad_options: those of `Counts`.
+        lru_hit_tokens: what LRU would have found with the same states, as the guard beside the policy follows it
+            (docs/eviction.md); None: the policy has none.
+        lru_is_on: LRU was ahead, and has taken over for a while.
+        lru_switches: how often it has, and the policy has come back.
         states, pages, pins: what the tree has now.
     """
 
@@ -65,7 +67,9 @@ class MirrorStats:
     differing: int
     prompt_tokens: int
     hit_tokens: int
-    lru_hit_tokens: int
+    lru_hit_tokens: int | None
+    lru_is_on: bool
+    lru_switches: int
     refused: dict[str, int]
     evicted: dict[str, int]
     evicted_pages: int
@@ -82,14 +86,11 @@ class MirrorStats:
         return 100 * self.hit_tokens / max(1, self.prompt_tokens)
 
     @property
-    def lru_percent(self) -> float:
-        """Tokens of prompts that vLLM's own order of eviction would have found, in percent."""
-        return 100 * self.lru_hit_tokens / max(1, self.prompt_tokens)
-
-    @property
-    def gained_points(self) -> float:
-        """Points of the hit rate that were gained over vLLM's own order of eviction."""
-        return self.hit_percent - self.lru_percent
+    def gained_points(self) -> float | None:
+        """Points of the hit rate that were gained over LRU with the same states; None: it is not followed."""
+        if self.lru_hit_tokens is None:
+            return None
+        return 100 * (self.hit_tokens - self.lru_hit_tokens) / max(1, self.prompt_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON has it."""
@@ -97,14 +98,16 @@ class MirrorStats:
 
     def line(self) -> str:
         """All of it in a line of a log."""
+        gained = f", {self.gained_points:+.1f} points over LRU" if self.gained_points is not None else ""
         parts = [
-            f"{self.hit_percent:.1f} % of prompts hit, {self.gained_points:+.1f} points over vLLM's LRU "
-            f"({self.lru_percent:.1f} %)",
+            f"{self.hit_percent:.1f} % of prompts hit{gained}",
             f"{self.lookups} requests",
             f"{self.states} states and {self.pages} pages cached, {self.pins} pins",
             f"evicted: {_by_kind(self.evicted)} states, {self.evicted_pages} pages",
             f"not kept: {_by_kind(self.refused)} states",
         ]
+        if self.lru_is_on:
+            parts.append("LRU was ahead and has taken over for a while")
         if self.policy_failure is not None:
             parts.append(f"policy {self.policy} was dismissed for LRU: {self.policy_failure}")
         if self.failure is not None:

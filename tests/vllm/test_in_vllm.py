@@ -61,7 +61,7 @@ def sound(served: Served) -> None:
 
 
 def test_lru_hits_no_less_than_vllm_and_every_lookup_is_what_the_tree_says() -> None:
-    given, hits = conversations(1, 250), []
+    given, hits, shown = conversations(1, 250), [], None
     lru_alone = {"policy": "lru", "anchors": False, "answers": False, "siblings": False, "ghost_branches": False}
     for options in (None, lru_alone, {}):
         served = Served(60 * BLOCK_BYTES, options)
@@ -72,8 +72,9 @@ def test_lru_hits_no_less_than_vllm_and_every_lookup_is_what_the_tree_says() -> 
             assert served.mirror.counts.differing == served.mirror.counts.set_apart == 0
             assert served.mirror.counts.hit_tokens == served.hit_tokens
             shown = served.mirror.stats()
-            assert abs(shown.lru_percent - hits[0]) < 0.2
-    plain, lru, _ = hits
+    plain, lru, lhd = hits
+    assert shown is not None and shown.gained_points is not None
+    assert abs(lhd - shown.gained_points - lru) < 3
     assert plain > 15
     assert plain <= lru <= plain + 2
 
@@ -241,14 +242,16 @@ def test_statistics_are_shown_in_the_log_and_as_metrics() -> None:
         return REGISTRY.get_sample_value(name, {"model_name": "served", "engine": "3", **more})
 
     assert value("hybrid_hit_tokens_total") == shown.hit_tokens > 0
-    assert value("hybrid_lru_hit_tokens_total") == shown.lru_hit_tokens
+    assert shown.lru_hit_tokens is not None
+    assert value("hybrid_lru_lead_tokens") == shown.lru_hit_tokens - shown.hit_tokens
+    assert value("hybrid_lru_is_on") == 0
     assert value("hybrid_states") == shown.states
     assert value("hybrid_failed") == value("hybrid_dismissed") == 0
     for kind, number in shown.evicted.items():
         assert value("hybrid_evicted_states_total", kind=kind) == number
     assert len(lines) == 80
     assert f"{shown.lookups} requests" in lines[-1]
-    assert re.search(r"hybrid: [\d.]+ % of prompts hit, [+-][\d.]+ points over vLLM's LRU \([\d.]+ %\)", lines[-1])
+    assert re.search(r"hybrid: [\d.]+ % of prompts hit, [+-][\d.]+ points over LRU", lines[-1])
     mirror.failure = ZeroDivisionError("planted")
     report.tick(is_idle=True)
     assert value("hybrid_failed") == 1
