@@ -23,7 +23,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.constants import SocketOption, SocketType
 from zmq.utils import z85
 
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, HybridError
 from hybrid.events.feed import Feed, FeedSnapshot
 from hybrid.events.wire import (
     Message,
@@ -46,6 +46,9 @@ HEARTBEAT = 1.0
 
 GATHER = 0.002
 """Seconds in which changes are gathered to one message."""
+
+MAX_QUESTION = 1024
+"""Bytes of a question; who sends more is disconnected."""
 
 MAX_BEHIND = 4096
 """Messages that wait for a follower; more are dropped, and asked for again."""
@@ -87,6 +90,7 @@ class Publisher:
 
     Attributes:
         address: for followers.
+        num_refused: questions that made no sense.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Publisher:
         self._guard: AsyncioAuthenticator | None = None
         self._socket = self._context.socket(SocketType.ROUTER)
         self._socket.setsockopt(SocketOption.SNDHWM, MAX_BEHIND)
+        self._socket.setsockopt(SocketOption.MAXMSGSIZE, MAX_QUESTION)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         if key is not None:
             public, secret = key_pair(key)
@@ -109,6 +114,7 @@ class Publisher:
             self._socket.curve_server = True
         self._socket.bind(address)
         self.address: str = self._socket.getsockopt_string(SocketOption.LAST_ENDPOINT)
+        self.num_refused: int = 0
         self._followers: dict[bytes, float] = {}  # when they asked last
         self._sent = feed.number
         self._loop = asyncio.get_running_loop()
@@ -122,15 +128,20 @@ class Publisher:
 
     async def _answer(self) -> None:
         while True:
-            identity, content = (await self._socket.recv_multipart())[:2]
+            identity, *contents = await self._socket.recv_multipart()
             try:
-                question = decode_question(content)
+                question = decode_question(contents[0] if contents else b"")
             except WireError as error:
-                log.warning("a question that is none: %s", error)
+                self.num_refused += 1
+                _say_once(self.num_refused, error)
                 continue
             changes = self._feed.since(question.number) if question.feed_id == self._feed.feed_id else None
             if changes is None:
-                answer = encode_snapshot(await self._snapshot())
+                try:
+                    answer = encode_snapshot(await self._snapshot())
+                except HybridError as error:
+                    log.warning("a follower gets no snapshot: %s", error)
+                    continue
             else:
                 answer = encode(Message(self._feed.feed_id, question.number + len(changes), False, changes))
             self._followers[identity] = self._loop.time()
@@ -214,11 +225,13 @@ class Follower:
                 async with asyncio.timeout(HEARTBEAT):
                     content = (await self._socket.recv_multipart())[-1]
             now = asyncio.get_running_loop().time()
-            is_behind = False
+            is_behind, soon, num_refused = False, GATHER, self.num_refused
             if content is not None:
                 heard = now
                 is_behind = not self.take(content)
-            if (is_behind and now > asked + GATHER) or now > heard + 3 * HEARTBEAT or now > asked + 20 * HEARTBEAT:
+                if self.num_refused > num_refused:  # the answer may be refused, too
+                    soon = HEARTBEAT
+            if (is_behind and now > asked + soon) or now > heard + 3 * HEARTBEAT or now > asked + 20 * HEARTBEAT:
                 await self._ask()
                 asked = heard = now
 
@@ -227,8 +240,8 @@ class Follower:
         try:
             message = decode(content)
         except WireError as error:
-            log.warning("events that make no sense: %s", error)
             self.num_refused += 1
+            _say_once(self.num_refused, error)
             return False
         if message.is_snapshot:
             if message.feed_id == self._feed_id and message.number < self.number:
@@ -262,6 +275,12 @@ class Follower:
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close(0)
         self._context.term()
+
+
+def _say_once(number: int, error: WireError) -> None:
+    """Log the first message that makes no sense; others are counted, since who sends one sends many."""
+    if number == 1:
+        log.warning("events that make no sense, others are counted: %s", error)
 
 
 def new_address(directory: str) -> str:

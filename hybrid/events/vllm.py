@@ -123,7 +123,9 @@ class VllmReader:
             events = [_named(event) for event in _decode(content)[1]]
             self._name(events)
             return [change for at, event in enumerate(events) for change in self._changes(event, events[at + 1 :])]
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, OverflowError) as error:
+        except (msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise WireError(f"no batch of KV events: {error!r:.200}") from None
+        except RecursionError as error:
             raise WireError(f"no batch of KV events: {error!r:.200}") from None
 
     def everything(self) -> Iterator[Change]:

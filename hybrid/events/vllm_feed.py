@@ -20,6 +20,8 @@ log: logging.Logger = logging.getLogger(__name__)
 QUIET = 1.0
 """Seconds without a batch after which vLLM is asked whether one was missed."""
 
+NUMBER_BYTES = 8
+
 PATIENCE = 5.0
 """Seconds in which it is to answer."""
 
@@ -37,6 +39,7 @@ class VllmFeed:
     Attributes:
         feed: of the changes.
         num_lost: how often batches were lost for good.
+        num_refused: messages that are no batches.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class VllmFeed:
         self._reader = VllmReader(following, of_namespace)
         self.feed: Feed = Feed(self._reader.everything, lambda feed: None)
         self.num_lost: int = 0
+        self.num_refused: int = 0
         self._next = 0  # the number of the batch that is to come
         self._context = zmq.asyncio.Context()
         self._batches, self._replay = self._context.socket(SocketType.SUB), self._context.socket(SocketType.DEALER)
@@ -68,7 +72,10 @@ class VllmFeed:
             if content is None:
                 await self._catch_up()
                 continue
-            number = int.from_bytes(content[-2], "big")
+            number = _number(content)
+            if number is None or number < 0:
+                self.num_refused += 1
+                continue
             if number > self._next:
                 await self._catch_up()
             self._take(number, content[-1])
@@ -80,7 +87,10 @@ class VllmFeed:
             async with asyncio.timeout(PATIENCE):
                 while True:
                     content = await self._replay.recv_multipart()
-                    number = int.from_bytes(content[-2], "big", signed=True)
+                    number = _number(content)
+                    if number is None:
+                        self.num_refused += 1
+                        continue
                     if number < 0:
                         return
                     self._take(number, content[-1])
@@ -111,3 +121,10 @@ class VllmFeed:
         self._batches.close(0)
         self._replay.close(0)
         self._context.term()
+
+
+def _number(content: list[bytes]) -> int | None:
+    """The number of a batch, -1 at the end of those that were asked for; None: the message is none."""
+    if len(content) < 2 or len(content[-2]) != NUMBER_BYTES:
+        return None
+    return int.from_bytes(content[-2], "big", signed=True)

@@ -79,7 +79,7 @@ def decode(content: bytes) -> Message:
     _check_version(version)
     changes = []
     for born, kind, names, num_tokens, tier, num_bytes, value in rows:
-        if not 0 <= kind < len(KINDS) or len(names) % NAME_BYTES or num_tokens < 0:
+        if not 0 <= kind < len(KINDS) or len(names) % NAME_BYTES or num_tokens < 0 or num_bytes < 0:
             raise WireError("a change that makes no sense")
         changes.append(Change(born, KINDS[kind], names, num_tokens, tier, num_bytes, value))
     if number < 0 or (not is_snapshot and len(changes) > number):
@@ -106,8 +106,8 @@ def decode_question(content: bytes) -> Question:
 def _checked(decoder: Any, content: bytes) -> Any:
     try:
         return decoder(content)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"no message of events: {error}") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # texts that are not UTF-8 are ValueErrors
+        raise WireError(f"no message of events: {error!s:.200}") from None
 
 
 def _check_version(version: int) -> None:

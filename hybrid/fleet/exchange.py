@@ -15,7 +15,7 @@ from hybrid.events.feed import Feed
 from hybrid.fleet.index import Stored
 from hybrid.key import TOKEN_BYTES
 from hybrid.serve.async_engine import AsyncEngine
-from hybrid.tiers.archive import read_archive
+from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.cost import Cost, MeasuredTime
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import chain
@@ -85,7 +85,7 @@ class Exchange:
                 self.fetching.fade()
                 return stored
             start = time.monotonic()
-            archive = await asyncio.to_thread(read_archive, stored.name.hex(), self._store)
+            archive = await asyncio.to_thread(self._read, stored)
             await self._engine.call(lambda own: own.load(archive))
             self.fetching.note(stored.num_bytes, time.monotonic() - start)
             self.num_fetched += 1
@@ -127,14 +127,32 @@ class Exchange:
         except (HybridError, OSError) as error:
             log.warning("a prompt of %d tokens is not stored: %s", len(prompt), error)
 
+    def _read(self, stored: Stored) -> Archive:
+        """Read an archive.
+
+        Raises:
+            CacheFileError: it is none, or one of another prefix.
+            HybridError: the store cannot be read.
+        """
+        archive = read_archive(stored.name.hex(), self._store)
+        if self._deepest(archive) != (stored.name, stored.num_tokens):
+            raise CacheFileError(f"{stored.name.hex()} is not what its name says")
+        return archive
+
     def _put(self, content: bytes) -> Stored:
         """Store an archive by the digest of its deepest checkpoint."""
-        archive = read_archive(content)
-        index, node = max(enumerate(archive.nodes), key=lambda one: one[1].end if one[1].kind is not None else 0)
-        name = chain(archive.ids_of(archive.path(index)), node.namespace, self._page_bytes)[-1]
+        name, num_tokens = self._deepest(read_archive(content))
         if not self._store.contains(name.hex()):
             self._store.put_from(name.hex(), [content])
-        return Stored(name, node.end, len(content))
+        return Stored(name, num_tokens, len(content))
+
+    def _deepest(self, archive: Archive) -> tuple[bytes, int]:
+        """The digest and the tokens of the prefix at the deepest checkpoint of an archive; none: it has none."""
+        ends = [(node.end, index) for index, node in enumerate(archive.nodes) if node.kind is not None]
+        if not ends:
+            return b"", 0
+        end, index = max(ends)
+        return chain(archive.ids_of(archive.path(index)), archive.nodes[index].namespace, self._page_bytes)[-1], end
 
     async def _announce(self, born: bool, stored: Stored) -> None:
         await self._engine.call(lambda own: self._feed.add(_change(born, stored)))

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("zmq", reason="the extra 'events' is not installed")
+zmq = pytest.importorskip("zmq.asyncio", reason="the extra 'events' is not installed")
 pytest.importorskip("msgspec", reason="the extra 'events' is not installed")
 
-from hybrid import ArgumentError
-from hybrid.events import Change, Feed
-from hybrid.events.sockets import Follower, Publisher, new_address
-from hybrid.events.wire import Message, Question, WireError, decode, decode_question, encode
-from hybrid.fleet import Index
-from support.prefixes import PAGE, checkpoint, names_of, pages
+from zmq.constants import SocketType  # noqa: E402
+
+from hybrid import ArgumentError  # noqa: E402
+from hybrid.events import Change, Feed  # noqa: E402
+from hybrid.events.sockets import Follower, Publisher, new_address  # noqa: E402
+from hybrid.events.wire import (  # noqa: E402
+    Message,
+    Question,
+    WireError,
+    decode,
+    decode_question,
+    encode,
+    encode_question,
+)
+from hybrid.fleet import Index  # noqa: E402
+from support.prefixes import PAGE, checkpoint, names_of, pages  # noqa: E402
 
 PATH = names_of(*range(40))
 
@@ -156,10 +168,59 @@ def test_a_follower_that_is_too_far_behind_and_one_of_a_cache_that_began_anew_ge
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff", encode(Message("a", 1, True, []))[:-1], b"\x95\x02\xa1a\x01\xc3\x90", b"\x95\x01\xa1a\xff\xc3\x90"],
-)
+NO_MESSAGES = [
+    b"",
+    b"\xff",
+    encode(Message("a", 1, True, []))[:-1],
+    b"\x95\x02\xa1a\x01\xc3\x90",
+    b"\x95\x01\xa1a\xff\xc3\x90",
+    b"\x95\x01\xa1\xff\x00\xc2\x90",  # a text that is not UTF-8
+    b"\x93\x01\xa1\xff\x00",
+    b"\x91" * 5000,
+]
+
+
+def test_bytes_that_are_no_message_end_nothing(tmp_path: Path) -> None:
+    """A publisher answers the next question, and a follower hears the next answer; both count."""
+
+    async def main() -> None:
+        cache, reader = Cache(), Reader()
+        cache.set(7)
+        publisher = Publisher(cache.feed, cache.snapshot, new_address(str(tmp_path)))
+        context = zmq.Context()
+        asking, lying = context.socket(SocketType.DEALER), context.socket(SocketType.ROUTER)
+        asking.connect(publisher.address)
+        rng = random.Random(1)
+        good = encode_question(Question("", 0))
+        changed = [bytes(byte ^ (rng.random() < 0.3) * rng.randrange(256) for byte in good) for _ in range(300)]
+        for content in [*changed, *NO_MESSAGES]:  # the last is so long that the connection ends
+            await asking.send_multipart([content])
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(publisher.address.removeprefix("ipc://"))
+            raw.sendall(rng.randbytes(5000))
+        follower = Follower(publisher.address, None, reader.apply)
+        await until(lambda: reader.depth == 7 and publisher.num_refused > 100)
+        await follower.close()
+
+        lying.bind(address := new_address(str(tmp_path)))
+        follower = Follower(address, None, reader.apply)
+        who, _ = await lying.recv_multipart()
+        good = encode(Message("feed", 9, True, [pages(PATH[:3]), checkpoint(PATH[:3])]))
+        changed = [bytes(byte ^ (rng.random() < 0.1) * rng.randrange(256) for byte in good) for _ in range(300)]
+        for content in [*NO_MESSAGES, *changed, b"", good]:
+            await lying.send_multipart([who, content])
+        await until(lambda: reader.depth == 3)
+        assert follower.num_refused > 100
+        for socket_ in (asking, lying):
+            socket_.close(0)
+        for each in (follower, publisher):
+            await each.close()
+        context.term()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("content", NO_MESSAGES)
 def test_bytes_that_are_no_message_are_refused(content: bytes) -> None:
     with pytest.raises(WireError):
         decode(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -108,6 +109,23 @@ def test_batches_that_were_sent_before_lost_or_doubled_are_made_good(tmp_path: P
         await until(lambda: there(follower) == NAMES[:4])
         assert follower.num_lost == 0
         assert not any(change.ids for change in follower.feed.since(0) or ())
+
+    run(tmp_path, life)
+
+
+def test_messages_that_are_no_batches_end_nothing(tmp_path: Path) -> None:
+    async def life(source: Source, follower: VllmFeed) -> None:
+        rng = Random(1)
+        for content in ([b"x"], [b""], [b"", b"", b""], [b"", b"\xff" * 8, b""], [b"", b"\xff" * 900, b"x"]):
+            await source.events.send_multipart(content)
+        await until(lambda: follower.num_refused == 5)
+        for number in range(1, 60):
+            content = page(number % 8)
+            changed = bytes(byte ^ (rng.random() < 0.1) * rng.randrange(256) for byte in content)
+            await source.add(changed if number % 3 else rng.choice([b"\x91" * 5000, b"\x92\x01\x91\xc0", b"\x01", b""]))
+        await source.add(b"nonsense")
+        await source.add(page(0))
+        await until(lambda: there(follower) == NAMES[:1] and follower.num_lost > 10)
 
     run(tmp_path, life)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from random import Random
+
 import pytest
 
 pytest.importorskip("zmq", reason="the extra 'events' is not installed")
 pytest.importorskip("msgspec", reason="the extra 'events' is not installed")
 
-from hybrid.events.wire import Message
+from hybrid.events.change import Change
+from hybrid.events.wire import KINDS, Message, decode, encode
 from hybrid.fleet.score import Weights
 from hybrid.fleet.state import BROKEN, FleetState, Route
 from support.prefixes import PAGE, checkpoint, names_of, pages
@@ -25,6 +29,26 @@ def state_of(*names: str) -> FleetState:
 def says(state: FleetState, name: str, is_snapshot: bool = True) -> None:
     """A replica says that it has the path."""
     state.apply(state.members[name], Message("feed", 2, is_snapshot, [pages(PATH), checkpoint(PATH)]))
+
+
+def test_whatever_a_replica_says_others_are_chosen_by_what_they_say() -> None:
+    """Changes that decode and are wrong: of any kind, tier, depth and size."""
+    rng, state = Random(1), state_of("liar", "honest")
+    says(state, "honest")
+    for number in range(300):
+        changes = []
+        for _ in range(rng.randrange(6)):
+            names = b"".join(rng.choices([*PATH, bytes(16), rng.randbytes(16)], k=rng.randrange(5)))
+            kind, tier = rng.choice(KINDS), rng.choice(["device", "host", "disk", "store", "moon", ""])
+            depth, size = rng.choice([0, 1, PAGE, 2**62]), rng.choice([0, 1, 2**62])
+            value = rng.choice([None, math.nan, math.inf, -1e300])
+            changes.append(Change(rng.random() < 0.7, kind, names, depth, tier, size, value))
+        message = Message("feed", rng.choice([len(changes), 2**62]), rng.random() < 0.3, changes)
+        state.apply(state.members["liar"], decode(encode(message)))
+        ask(state, number, 0, f"session {number}")
+    assert not state.members["liar"].is_believed or state.members["honest"].sent
+    says(state, "honest")
+    assert ask(state, 1000, None, "another") == ("honest", 20 * PAGE)
 
 
 def ask(state: FleetState, number: int, hit: int | None, session: str = "ann") -> tuple[str, int]:
