@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, HybridError
 from hybrid.tiers.store import DirectoryStore, Store, checked
 from hybrid.tiers.tier import Contents
 
@@ -126,6 +126,10 @@ class RedisStore:
             yield
         except self._error as error:
             raise ConnectionError(f"the server failed: {error!s:.200}") from error
+        except (HybridError, OSError, EOFError):
+            raise
+        except Exception as error:  # the client raises many kinds for answers that are none
+            raise ConnectionError(f"the server does not answer as Redis does: {error!r:.200}") from error
 
 
 class ObjectStore:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,14 +16,16 @@ from hybrid import AsyncEngine, CacheConfig, SamplingParams
 from hybrid.errors import ArgumentError
 from hybrid.fleet.exchange import Exchange
 from hybrid.fleet.index import Index, Stored
-from hybrid.tiers.remote import RedisStore, open_store
-from hybrid.tiers.store import DirectoryStore
+from hybrid.tiers.remote import ObjectStore, RedisStore, open_store
+from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import chain
+from support.redis_server import redis_at
 
 PAGE = 64
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
 RNG = random.Random(1)
 PROMPT = [RNG.randrange(3, 1000) for _ in range(900)]
+OTHER = [RNG.randrange(3, 1000) for _ in range(300)]
 
 
 class Replica:
@@ -105,6 +111,75 @@ def test_what_is_damaged_or_gone_is_computed_and_said_to_be_gone(tmp_path: Path)
             assert stored.name.hex() == file.name and file.read_bytes() != content
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["redis", "obstore", "no server"])
+def test_whatever_a_store_has_under_a_name_the_prompt_is_answered(kind: str, tmp_path: Path) -> None:
+    """Contents that are cut, of another prefix, or of another type; and a server that is none."""
+
+    async def main(store: Store) -> None:
+        async with Replica(tmp_path) as own:
+            answer, _ = await own.ask(PROMPT, None)
+            await own.ask(OTHER, None)
+            right, other = (own.index().deepest_stored(names(prompt)) for prompt in (PROMPT, OTHER))
+            assert right is not None and other is not None
+            whole = (tmp_path / right.name.hex()).read_bytes()
+            others = (tmp_path / other.name.hex()).read_bytes()
+            wrong = [b"\0" * 100, whole[:-1], others, None] if kind != "no server" else [None]
+            own.exchange = Exchange(own.engine, store, own.feed, PAGE)
+            for number, content in enumerate(wrong, 1):
+                name = right.name.hex()
+                if content is not None:
+                    store.put_from(name, [content])
+                elif kind == "redis":
+                    make_list(store, name)
+                elif kind == "obstore":
+                    store.delete(name)
+                await own.engine.call(lambda engine: engine.cache.clear())
+                assert await own.ask(PROMPT, right) == (answer, 0)
+                assert own.exchange.num_failed == number
+            if kind != "no server":
+                store.put_from(name, [whole])
+                await own.engine.call(lambda engine: engine.cache.clear())
+                assert await own.ask(PROMPT, right) == (answer, 896)
+
+    def make_list(store: Store, name: str) -> None:
+        import redis
+
+        store.delete(name)
+        redis.Redis.from_url(url).rpush(f"hybrid:{name}", b"a", b"b")
+
+    if kind == "obstore":
+        stores = pytest.importorskip("obstore.store")
+        asyncio.run(main(ObjectStore(stores.MemoryStore())))
+    elif kind == "redis":
+        with redis_at(tmp_path) as url:
+            asyncio.run(main(RedisStore(url)))
+    else:
+        pytest.importorskip("redis")
+        with nonsense_at(tmp_path / "nonsense") as url:
+            asyncio.run(main(RedisStore(url, timeout=1.0)))
+
+
+@contextmanager
+def nonsense_at(path: Path) -> Iterator[str]:
+    """A server that answers each call with something else than Redis would."""
+    rng = random.Random(1)
+
+    class Nonsense(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            if self.request.recv(1000):
+                self.request.sendall(
+                    rng.choice([b"$abc\r\n", b"*-5\r\n", b"\xff" * 100, b"+OK\r\n" * 3, b":x\r\n", b""])
+                )
+
+    class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+        daemon_threads = True
+
+    with Server(str(path), Nonsense) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"unix://{path}"
+        server.shutdown()
 
 
 def test_a_fetch_that_takes_longer_than_computing_is_not_made(tmp_path: Path) -> None:
