@@ -22,7 +22,7 @@ from hybrid.engine.adapters import split_namespace
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import CacheFileError, PromptError
+from hybrid.errors import ArgumentError, CacheFileError, PromptError
 from hybrid.kernels.cpu.kinds import SCALE_BYTES
 from hybrid.kernels.packed_kv import KV_DTYPES, is_packed, unpack
 from hybrid.key import Key
@@ -256,7 +256,12 @@ def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outco
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Read the file, or the folder of copies, and list or check it."""
     path = Path(args.file)
-    if (path / MANIFEST).is_file():
+    is_folder = (path / MANIFEST).is_file()
+    if args.fix and not (is_folder and args.action == "check"):
+        raise ArgumentError("hybrid cache: --fix drops wrong copies of a disk tier: it needs 'check' and its folder")
+    if args.dtype is not None and (is_folder or args.action == "show"):
+        raise ArgumentError("hybrid cache: --dtype is the type that a file is computed again in: it needs 'check'")
+    if is_folder:
         return show_folder(path, console) if args.action == "show" else check_copies(path, args.fix, console)
     archive = read_archive(args.file)
     if args.action == "show":

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 pytest.importorskip("uvicorn", reason="the extra 'server' is not installed")
 
@@ -175,6 +176,10 @@ OTHERS = (
     Refusal("cache check {saved} --dtype bfloat16", "float32"),
     Run("cache check {saved} --dtype float16"),  # float32 on a CPU
     Run("cache check {folder} --fix", lambda shown, engine: shown["wrong"] == []),
+    Refusal("cache check {saved} --fix", "--fix drops wrong copies of a disk tier"),
+    Refusal("cache show {folder} --fix", "--fix drops wrong copies of a disk tier"),
+    Refusal("cache show {saved} --dtype float32", "--dtype is the type that a file is computed again in"),
+    Refusal("cache check {folder} --dtype float32", "--dtype is the type that a file is computed again in"),
     Run("models", lambda shown, engine: len(shown["models"]) > 10),
     Run("models tiny", lambda shown, engine: len(shown["models"]) == 1),
     Run("stress --no-model --no-signals --operations 30 --seed 3 --audit-every 5 --seconds 60"),
@@ -333,6 +338,12 @@ def serve_and_ask(command: str, ask: Ask, fresh: dict[str, str], capsys: pytest.
     if failed:
         raise failed[0]
     return shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which bench/gpu/run.py uses")
+def test_a_gpu_is_refused_where_there_is_none(fresh: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(f"{PROMPT} --device cuda", fresh)) == 2
+    assert "PyTorch finds 0 GPUs here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "ask"), SERVE.items(), ids=["limits", "keys"])
