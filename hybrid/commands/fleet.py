@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         start(settings, args.replicas, args.host, args.port, num_cpus=args.cpus, drain_seconds=args.drain)
         address = f"http://{args.host}:{args.port}"
         text = f"hybrid serves {name} on {args.replicas} replicas at {address}  (OpenAI's base URL: {address}/v1)"
-        asyncio.run(wait_for_signal(lambda: console.print(text)))
+        asyncio.run(wait_for_signal(lambda: console.print(text, soft_wrap=True)))
     finally:
         stop(settings.name, args.drain)
     return Outcome(True, {"model": name, "replicas": args.replicas})

@@ -115,7 +115,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         engine.adapters.load(adapter, path)
 
     def started(address: str) -> None:
-        console.print(f"hybrid serves {name} at {address}  (the page: {address}/, OpenAI's base URL: {address}/v1)")
+        text = f"hybrid serves {name} at {address}  (the page: {address}/, OpenAI's base URL: {address}/v1)"
+        console.print(text, soft_wrap=True)
 
     async def main() -> bool:
         async with AsyncEngine(engine, when_full="refuse") as served:

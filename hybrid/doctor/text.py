@@ -68,7 +68,7 @@ class Template:
     sort_tools: bool = False
     keep_thinking: bool = False
     move_dates: bool = False
-    _answers: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    _answers: OrderedDict[str, str] = field(default_factory=OrderedDict, init=False)
 
     @property
     def ids(self) -> Callable[[str], array[int]]:
