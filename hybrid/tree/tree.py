@@ -109,6 +109,7 @@ class Tree:
         assert grid % page_size == 0 and self._checkpoint_step % page_size == 0
         self._pools = pools
         self._prices = prices
+        self._spacing = 0 if pools.whole_edges else prices.anchor_spacing * page_size // grid * grid  # of anchors
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
@@ -142,10 +143,10 @@ class Tree:
         """Tokens between two anchors of a prompt, a multiple of the grid; 0 where it has none, since they would not fit
         into the memory beside its pages and its other states."""
         prices, num_pages = self._prices, ceil_div(num_tokens, self.page_size)
-        if (spacing := prices.anchor_spacing * self.page_size // self.grid * self.grid) == 0:
+        if not self._spacing:
             return 0
-        num_states = num_tokens // spacing + STATES_OF_REQUEST
-        return spacing if num_pages * prices.page + num_states * prices.checkpoint <= prices.memory else 0
+        num_states = num_tokens // self._spacing + STATES_OF_REQUEST
+        return self._spacing if num_pages * prices.page + num_states * prices.checkpoint <= prices.memory else 0
 
     @property
     def policy_failure(self) -> str | None:
@@ -750,8 +751,8 @@ class Tree:
                     self.forest.join(parent)
                 return
             above = parent.usage
-            if parent.slot is not None and above.last_used and not self._pools.whole_edges:
-                # It is the end of the path now, which is as recent as it was before.
+            if parent.slot is not None and above.last_used and 0 < self._spacing <= parent.end:
+                # It is the end of a long path now, which is as recent as it was before.
                 above.used_at, above.last_used = max(above.used_at, used_at), max(above.last_used, last_used)
                 self.candidates.renewed(parent)
             if self.candidates.follows_changes:
