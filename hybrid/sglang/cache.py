@@ -224,7 +224,11 @@ class StateComponent(MambaComponent):
             return Kind.BRANCH
         if is_finished or position > prompt:
             return Kind.TURN_END
-        return Kind.PROMPT_END if position > prompt - self.mamba_checkpoint_grid else Kind.INTERVAL
+        if position > prompt - self.mamba_checkpoint_grid:
+            return Kind.PROMPT_END
+        core = self.tree_core
+        passes = core.places_anchors and core.visits.passes_anchor(req.rid, position * WORDS)
+        return Kind.ANCHOR if passes else Kind.INTERVAL
 
     def admit(self, req: Any, position: int, kind: Kind, is_finished: bool) -> tuple[StateOrigin, bool]:
         """Tell what the state of a request at a position is, and whether it is worth more than one that is evicted for
@@ -232,7 +236,8 @@ class StateComponent(MambaComponent):
         core, pool = self.tree_core, self.cache.req_to_token_pool
         end = position // core.page_size * core.page_size * WORDS
         arrival = core.visits.describe(req.rid, end, kind)
-        if is_finished or not core.is_choosy or pool.mamba_allocator.schedulable_available_size() > 0:
+        always = is_finished or kind is Kind.ANCHOR or not core.is_choosy
+        if always or pool.mamba_allocator.schedulable_available_size() > 0:
             return arrival, True
         ids = req.full_untruncated_fill_ids
         key = core.visits.key(req.rid, ids)

@@ -72,6 +72,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         tree: the tree. Its positions are `WORDS` times those of SGLang.
         visits: what is known of requests that have come.
         page_size: tokens per page.
+        places_anchors: long prompts keep states along their way.
         is_choosy: states are admitted only if they are worth more than what would be evicted for them.
     """
 
@@ -92,7 +93,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self._policy_name: str = params.eviction_policy.lower()
         self._is_classic = self._policy_name in CLASSIC
         self.is_choosy: bool = self.options.admission and not self._is_classic
-        self._prices = prices_of(params)
+        self.places_anchors: bool = self.options.anchors and not self._is_classic
+        self._prices = prices_of(params, self.places_anchors)
         self._is_apart = params.token_to_kv_pool_allocator.mamba_full_cache_donor() is None
         self._grid: int = mamba_checkpoint_grid(self.page_size)
         self._handles_from = count(1)
@@ -144,7 +146,10 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             found, branching_len = self.tree.match(key, limit), None
         elif params.cow_mamba:
             self.visits.keep_key(params.req.rid, params.key.token_ids, key)
+            is_new = params.req.rid not in self.visits
             found, known = self.visits.match(params.req.rid, key, limit)
+            if self.places_anchors and is_new:
+                self.visits.place_anchors(params.req.rid, found.num_tokens, limit)
             branching_len = known if self.options.ghost_branches else None
         else:
             found, branching_len = self.tree.peek(key, limit), None

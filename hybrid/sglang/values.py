@@ -145,8 +145,8 @@ def joined(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def prices_of(params: Any) -> Prices:
-    """Bytes of a page and of a state.
+def prices_of(params: Any, anchors: bool) -> Prices:
+    """Bytes of a page and of a state, and of all of them where paths are to have anchors.
 
     Args:
         params: SGLang's `CacheInitParams`, with its pools.
@@ -158,4 +158,7 @@ def prices_of(params: Any) -> Prices:
     states = params.req_to_token_pool.mamba_pool
     page = max(1, int(total) * params.page_size // max(1, pool.size))
     state = max(1, int(states.get_kv_size_bytes()) // max(1, states.size))
-    return Prices(page, state)
+    if not anchors:
+        return Prices(page, state)
+    is_shared = allocator.mamba_full_cache_donor() is not None
+    return Prices(page, state, int(total) if is_shared else int(total) + state * states.size)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: 
 from hybrid.sglang.cache import HybridRadixCache  # noqa: E402
 from hybrid.sglang.plugin import BACKEND, register  # noqa: E402
 from hybrid.sglang.tree_core import HybridTreeCore  # noqa: E402
+from hybrid.sglang.values import WORDS  # noqa: E402
 from support.sglang_served import Served, Setting, context_of, torch  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,6 +47,28 @@ def put(served: Served, *ids: int, salt: str | None = None) -> Any:
 
 def match(served: Served, *ids: int, salt: str | None = None) -> Any:
     return served.cache.match_prefix(MatchPrefixParams(key=key(*ids, salt=salt)))
+
+
+@pytest.mark.parametrize(("policy", "anchors"), [("lhd", True), ("lhd", False), ("lru", True)])
+def test_a_long_prompt_keeps_anchors_where_parts_of_its_prefill_end(policy: str, anchors: bool) -> None:
+    served = Served(Setting(policy=policy, tokens=8192, states=64, config={"anchors": anchors}))
+    served.serve([*range(6000)], 6000, part=256)
+    tree = served.cache.tree_core.tree
+    spacing, ends = (
+        tree.anchor_spacing(6000 * WORDS),
+        [node.end for _, node in tree.nodes() if kind_of(node) == "anchor"],
+    )
+    if policy == "lru" or not anchors:
+        assert not spacing and not ends
+    else:
+        assert len(ends) > 1
+        assert all(not end % (256 * WORDS) for end in ends)
+        assert all(spacing - 256 * WORDS < below - above for above, below in pairwise([0, *sorted(ends)]))
+
+
+def kind_of(node: Any) -> str | None:
+    """Why the state of a node is there; None: there is none."""
+    return str(node.usage.kind) if node.slot is not None else None
 
 
 # How it is found and built

@@ -166,7 +166,7 @@ def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are(name: s
 def test_options_are_read_and_mistakes_named() -> None:
     assert Options.of(None) == Options(admission=True, ghost_branches=False, seed=0)
     assert Options.of({"seed": 7, "admission": False}) == Options(admission=False, seed=7)
-    with pytest.raises(ArgumentError, match=r"'sead'.*admission, ghost_branches, seed"):
+    with pytest.raises(ArgumentError, match=r"'sead'.*admission, ghost_branches, anchors, seed"):
         Options.of({"sead": 7})
     with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
         Options.of({"seed": True})
@@ -434,10 +434,13 @@ def test_a_page_and_a_state_cost_their_share_of_their_pools(kv_bytes: int | tupl
     states = SimpleNamespace(get_kv_size_bytes=lambda: 9000, size=9)
     given = SimpleNamespace(
         page_size=4,
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv, mamba_full_cache_donor=lambda: None),
         req_to_token_pool=SimpleNamespace(mamba_pool=states),
     )
-    assert prices_of(given) == Prices(page=256, checkpoint=1000)
+    assert prices_of(given, anchors=False) == Prices(page=256, checkpoint=1000)
+    assert prices_of(given, anchors=True) == Prices(page=256, checkpoint=1000, memory=6400 + 9000)
+    given.token_to_kv_pool_allocator.mamba_full_cache_donor = lambda: states
+    assert prices_of(given, anchors=True).memory == 6400
 
 
 # The check of a server
