@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hybrid.engine.sampling_params import SamplingParams
     from hybrid.engine.scoring import Score
     from hybrid.engine.stats import EngineStats, Histogram
+    from hybrid.hints import Hints
     from hybrid.key import Key
     from hybrid.memory.memory import CacheMemory, Mover
     from hybrid.prompts.answer_parser import ParsedAnswer, ToolCall
@@ -81,6 +82,7 @@ __all__ = [
     "EngineStats",
     "Explanation",
     "Facts",
+    "Hints",
     "Histogram",
     "History",
     "HybridCache",
@@ -131,6 +133,7 @@ _HOMES = {
     "engine.sampling_params": "SamplingParams",
     "engine.scoring": "Score",
     "engine.stats": "EngineStats Histogram",
+    "hints": "Hints",
     "key": "Key",
     "memory.memory": "CacheMemory Mover",
     "prompts.answer_parser": "ParsedAnswer ToolCall",

@@ -239,6 +239,7 @@ def test_the_public_names_are_these() -> None:
         "EngineStats",
         "Explanation",
         "Facts",
+        "Hints",
         "Histogram",
         "History",
         "HybridCache",

@@ -43,6 +43,7 @@ from hybrid.cache.opener import Opener
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
+from hybrid.cache.session_hints import SessionHints
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.subscriptions import Subscriptions
@@ -50,6 +51,7 @@ from hybrid.cache.tiers import Tiers, make_tiers
 from hybrid.checks import MAX_INT, boolean, count, integer, shown
 from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.events.feed import MAX_CHANGES, Feed
+from hybrid.hints import NO_HINTS, Hints, check_hints
 from hybrid.interrupts import deferred
 from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
@@ -218,6 +220,7 @@ class HybridCache:
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self.breakpoints: Breakpoints = Breakpoints(self.tree, self.pins)
+        self._hints = SessionHints(self.tree, self.pins)
         self._committer = Committer(self.tree, memory, self.allocator)
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
         self._dropper = Dropper(self.tree, memory, self.allocator, self.pins, self.tiers)
@@ -729,6 +732,30 @@ class HybridCache:
         """End a pin. One that has ended stays so. What is not a `Pin` is an `ArgumentError`."""
         with self.bookkeeping():
             self.pins.remove(pin)
+
+    def hint(self, key: Key, hints: Hints = NO_HINTS, *, session: str | None = None, tenant: str | None = None) -> None:
+        """Note what a client knows of what its request has left, after its lease was closed. Nothing is pinned beyond
+        the limits of pins.
+
+        Args:
+            key: of the prompt and the answer.
+            session: groups the requests of a client; None: it is of none.
+            tenant: who sends it; None: its namespace.
+
+        Raises:
+            ArgumentError: a type is wrong.
+        """
+        check_key("hint", key)
+        check_hints("hint", hints)
+        with self.bookkeeping():
+            self._hints.ended(key, hints, session, tenant)
+
+    def hint_session(self, session: str, hints: Hints, *, namespace: str = "", tenant: str | None = None) -> bool:
+        """Note what a client knows of a session between its requests: when it goes on (`expect_resume`), or that it has
+        ended. Returns whether the session is known."""
+        check_hints("hint_session", hints)
+        with self.bookkeeping():
+            return self._hints.of_session(session, hints, namespace, tenant)
 
     def keep_breakpoint(self, key: Key, num_tokens: int, ttl: float, tenant: str) -> bool:
         """Pin the first `num_tokens` tokens of a key, or renew their pin: until they were not used for `ttl` seconds.

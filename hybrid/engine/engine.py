@@ -44,6 +44,7 @@ from hybrid.engine.scoring import Choice, Score, choices_of, joined, score_of
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
+from hybrid.hints import Hints
 from hybrid.key import Key
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt
 from hybrid.speculation.config import SpeculationConfig
@@ -673,6 +674,28 @@ class Engine:
         """Release a pin. One that was released before stays so. What is not a `Pin` is an `ArgumentError`."""
         with self._steps.bookkeeping():
             self.cache.unpin(pin)
+
+    def hint(
+        self, session: str, hints: Hints, *, namespace: str = "", adapter: str | None = None, tenant: str | None = None
+    ) -> bool:
+        """Say what is known of a session between its requests: when it goes on, or that it has ended.
+
+            engine.hint("s1", hybrid.Hints(expect_resume=30.0))  # its tool takes half a minute
+            engine.hint("s1", hybrid.Hints(end_session=True))
+
+        Args:
+            session: as in the `SamplingParams` of its requests, with their namespace, adapter and tenant.
+
+        Returns:
+            Whether the session is known.
+
+        Raises:
+            ArgumentError: these are no hints.
+        """
+        self._claim()
+        namespace = self._request_builder.namespace_of(namespace, adapter)
+        with self._steps.bookkeeping():
+            return self.cache.hint_session(session, hints, namespace=namespace, tenant=tenant)
 
     # Files
 

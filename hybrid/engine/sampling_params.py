@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid import checks
 from hybrid.errors import ArgumentError, SamplingError
+from hybrid.hints import MAX_SESSION_CHARACTERS, Hints, session_of
 from hybrid.key import MAX_NAMESPACE_CHARACTERS
 
 LogitsProcessor = Callable[..., Tensor]
@@ -93,6 +94,9 @@ class SamplingParams:
             at the last multiple of the grid up to each. Negative positions count from the end of the prompt.
         pin_for: seconds for which the cached prefix of this request is not evicted (`math.inf`: until
             `Engine.unpin`); None: it is not pinned.
+        session: name of the session that this request belongs to: hints may name it; None: it belongs to none.
+        hints: what is known of what this request will have left in the cache, `hybrid.Hints`: when its session goes on,
+            or that it has ended; None: nothing.
         priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer
             than what else its tenant has there.
         tenant: who sends this request; None: its namespace.
@@ -146,6 +150,8 @@ class SamplingParams:
     logprobs: int | None = None
     checkpoint_at: tuple[int, ...] | list[int] = ()
     pin_for: float | None = None
+    session: str | None = None
+    hints: Hints | None = None
     priority: int = 0
     tenant: str | None = None
     scheduling_priority: int = 0
@@ -224,6 +230,8 @@ class SamplingParams:
             "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
             "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
             "checkpoint_at": _integers("checkpoint_at", self.checkpoint_at, -MAX_INT, "positions in tokens"),
+            "session": _session(self.session),
+            "hints": _hints(self.hints),
             "pin_for": None if self.pin_for is None else _seconds(self.pin_for),
             "priority": _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
             "tenant": _name("tenant", self.tenant, "a sender"),
@@ -326,6 +334,18 @@ def _seconds(value: object) -> float:
     raise _refuse(
         "pin_for", f"a positive number of seconds up to {MAX_PIN_SECONDS:g}, math.inf for no end, or None", value
     )
+
+
+def _session(value: object) -> str | None:
+    if value is not None and session_of(value) is None:
+        raise _refuse("session", f"a name of up to {MAX_SESSION_CHARACTERS} characters, or None", value)
+    return session_of(value)
+
+
+def _hints(value: object) -> Hints | None:
+    if value is None or isinstance(value, Hints):
+        return value
+    raise _refuse("hints", "hybrid.Hints(...) or None", value)
 
 
 def _boolean(name: str, value: object) -> bool:

@@ -31,6 +31,7 @@ from hybrid.engine.request import ColdStart, Request, Status
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import REFUSALS, MemoryBudgetError
+from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
 
@@ -363,6 +364,9 @@ class Scheduler:
                 self.cache.end_turn(lease, request.kept_len)
         self._pin(request)
         self.discard(request)
+        if request.params.session is not None or request.params.hints is not None:
+            hints = request.params.hints or NO_HINTS
+            self.cache.hint(request.key(), hints, session=request.params.session, tenant=request.tenant)
         whole = request.kept_len // self._grid * self._grid
         replays = self.deterministic and keeps_turns and self.cache.enabled
         if replays and whole > request.prompt_len // self._grid * self._grid:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from hybrid.engine.request_builder import params_of_each
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
+from hybrid.hints import Hints
 from hybrid.interrupts import deferred
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt, num_bytes
@@ -376,6 +378,17 @@ class AsyncEngine:
         """
         params = SamplingParams(max_new_tokens=0, pin_for=ttl, adapter=adapter)
         return prewarmed((await self.generate([prompt], params, namespace=namespace))[0])
+
+    async def hint(
+        self, session: str, hints: Hints, *, namespace: str = "", adapter: str | None = None, tenant: str | None = None
+    ) -> bool:
+        """Say what is known of a session between its requests, as `Engine.hint` does.
+
+        Raises:
+            ArgumentError: these are no hints. ClosedError: the engine was closed.
+        """
+        call = partial(Engine.hint, session=session, hints=hints, namespace=namespace, adapter=adapter, tenant=tenant)
+        return await self.call(call)
 
     async def abort(self, request_id: str) -> None:
         """Stop a request. Its reader gets a last output with `finish_reason="abort"`.

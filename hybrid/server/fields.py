@@ -47,6 +47,10 @@ class Fields:
         self._taken.append(name)
         return self._values.pop(name, None)
 
+    def offer(self, name: str, value: object) -> None:
+        """Give a field a value that it has if the body does not name it."""
+        self._values.setdefault(name, value)
+
     def text(self, name: str) -> str | None:
         """A text; None: absent."""
         value = self.take(name)

@@ -18,7 +18,7 @@ from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.records import Digests
-from hybrid.server.sampling import changed
+from hybrid.server.sampling import changed, hint_options
 from hybrid.server.service import Asked, Server, new_id
 from hybrid.server.thinking import set_thinking
 
@@ -94,6 +94,7 @@ def read_params(fields: Fields, own: SamplingParams) -> SamplingParams:
     length = fields.take("max_tokens")
     if length is None:
         raise fields.refuse("max_tokens", "a number of tokens", None)
+    given |= hint_options(fields)
     return changed(own, given | {"max_new_tokens": length}, fields, stop="stop_sequences")
 
 

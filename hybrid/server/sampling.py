@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import SamplingError
+from hybrid.errors import ArgumentError, SamplingError
+from hybrid.hints import Hints, hints_of, note_ignored
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 
@@ -47,7 +48,7 @@ def openai_params(fields: Fields, own: SamplingParams, max_tokens: int, *length:
     lengths = {name: value for name in length if (value := fields.take(name)) is not None}
     used = next(iter(lengths), length[0])
     given["max_new_tokens"] = lengths.get(used, max_tokens)
-    given |= cache_options(fields)
+    given |= cache_options(fields) | hint_options(fields)
     fields.ignore(*HARMLESS)
     return changed(own, given, fields, used)
 
@@ -98,6 +99,29 @@ def cache_options(fields: Fields) -> dict[str, Any]:
     options.close()
     seconds = TTL[ttl] if ttl else retention
     return ({"max_new_tokens": 0} if is_alone else {}) | ({} if seconds is None else {"pin_for": seconds})
+
+
+def hint_options(fields: Fields) -> dict[str, Any]:
+    """Parameters for what is known of the request's session: `session_id`, or the header `X-Session-ID`, and
+    `kv_hints`, the envelope of vLLM and SGLang, or hints by name. Actions of an envelope that are not known are left
+    out.
+
+    Raises:
+        HttpError: a value cannot be used.
+    """
+    name = fields.text("session_id")
+    hints = fields.dictionary("kv_hints")
+    given: dict[str, Any] = {} if not name else {"session": name}
+    if not hints:
+        return given
+    if "actions" in hints:
+        found, ignored = hints_of(hints)
+        note_ignored(ignored)
+        return given | {"hints": found}
+    try:
+        return given | {"hints": Hints(**hints)}
+    except (ArgumentError, TypeError) as error:
+        raise HttpError(400, f"kv_hints: {error}", fields.path("kv_hints"), "invalid_value") from None
 
 
 def structured_of(fields: Fields) -> dict[str, Any] | None:

@@ -234,6 +234,7 @@ class Server:
             HttpError: before anything of the response was sent.
         """
         fields, model = await self.read(call)
+        fields.offer("session_id", call.headers.get(b"x-session-id", b"").decode("latin-1"))
         asked = await call.beside(lambda: read(self, call, fields, model))
         prompts, params, writer, is_stream, salt = asked
         self._check_number(len(prompts))

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from hybrid.hints import NO_HINTS, hints_of, note_ignored, session_of
 from hybrid.mirror.visits import Expected, StateOrigin
 from hybrid.sglang.installed import PARAMETERS, refuse_missing, refuse_other_parts, refuse_uncalled
 from hybrid.sglang.options import DEFAULT, Options, policy_named, refuse_unsupported
@@ -205,7 +206,22 @@ class StateComponent(MambaComponent):
         """Clean up as SGLang does, and forget a request that has ended."""
         if is_finished:
             self.tree_core.visits.leave(req.rid)
+            self._note_hints(req, insert_result)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
+
+    def _note_hints(self, req: Any, insert_result: Any) -> None:
+        """Do what a request that has ended says of what it leaves: `Req.kv_hints` and `Req.session_id`, which SGLang
+        has from 0.5.23 on. There are no pins here: `retain` is left out."""
+        envelope, name = getattr(req, "kv_hints", None), session_of(getattr(req, "session_id", None))
+        if envelope is None and name is None:
+            return
+        hints, ignored = hints_of(envelope) if envelope is not None else (NO_HINTS, ())
+        note_ignored(ignored)
+        core = self.tree_core
+        end = core.node_by_id(insert_result.last_device_node) if insert_result is not None else None
+        space = str(getattr(req, "extra_key", None)), str(getattr(req, "cache_salt", None))
+        session = None if name is None else (*space, name)
+        core.sessions.ended(session, end, hints)
 
     def _position(self, req: Any, token_ids_len: int, is_finished: bool) -> int | None:
         """The position of the state that would be offered; None: there is none, or only SGLang can tell."""

@@ -25,6 +25,7 @@ from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joine
 from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint, Kind, Match, Node, Released
 from hybrid.tree.pools import Pools
+from hybrid.tree.sessions import Sessions
 from hybrid.tree.tree import Tree
 
 FULL, STATE = ComponentType.FULL, ComponentType.MAMBA
@@ -121,6 +122,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self._inserted: tuple[Any, int, int] | None = None
         self._path: tuple[int, torch.Tensor] | None = None  # of the node that was inserted last: all indices
         self.visits: Visits = Visits(self.tree, learns=not self._is_classic)
+        self.sessions: Sessions = Sessions(self.tree)
         root = self._handles.root
         self._empty = MatchResult(0, root, root, root, cache_actions=[])
 

@@ -300,6 +300,7 @@ class Candidates:
         usage.last_used = next(ticks)
         usage.used_at = self.now
         usage.hits += 1
+        usage.expected_at = 0
         if self.follows_changes:
             self.changed(node)  # its request has locked it and continues from it
         if self._reorders:
@@ -311,6 +312,14 @@ class Candidates:
             queues = self._of(node)
             queues.checkpoints.used(node)
             queues.leaves.used(node)
+
+    def lowered(self, node: Node) -> None:
+        """A node's rank is another one, and may have fallen, without a use; it may be locked at present."""
+        queues = self._of(node)
+        for queue in (queues.tails, queues.leaves, queues.checkpoints):
+            if node in queue:
+                queue.push(node, renewed=True)
+        self.enter(node)
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""

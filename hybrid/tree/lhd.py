@@ -167,6 +167,7 @@ class LearnedHitDensity(AgingPolicy):
         self._counts = np.zeros((2, 2, BINS))  # hits and exposure
         self._noted: list[int] = []  # hits since the last fit, by their place in the table
         self._table = np.ones(2 * BINS)  # densities by class and bin of age
+        self._expected: dict[int, Floats] = {}  # by where they begin in it, those of what is expected
         self._fit()
 
     @property
@@ -179,7 +180,20 @@ class LearnedHitDensity(AgingPolicy):
         if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
             return SPARE * BINS, -1.0 / (1 + facts.tokens_saved)
         record = facts.notes or self._record(facts)
-        return record.group * BINS, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
+        expected_in = facts.expected_in
+        row = self._expected_row(expected_in) if expected_in else record.group * BINS
+        return row, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
+
+    def _expected_row(self, num_requests: int) -> int:
+        """Where the densities begin of what is expected that many requests after its last use."""
+        place = BIN_OF[min(num_requests, LAST_AGE)]
+        of = ("expected", place)
+        is_new = of not in self._groups
+        row = self._group(of) * BINS
+        if is_new:
+            self._expected[row] = expected_density(place)
+            self._table[row : row + BINS] = self._expected[row]
+        return row
 
     def rank(self, facts: Facts) -> float:
         row, weight = self.weigh(facts)
@@ -324,6 +338,8 @@ class LearnedHitDensity(AgingPolicy):
         self._fitted_at = self._now
         self._table = self._hierarchy.densities(counts).reshape(-1)
         self._table[SPARE * BINS : (SPARE + 1) * BINS] = 1.0
+        for row, densities in self._expected.items():
+            self._table[row : row + BINS] = densities
         counts *= _FADING
 
 
@@ -511,6 +527,16 @@ class Hierarchy:
         found: Array = np.empty_like(hits)
         found[self._order] = density(hazards)
         return found
+
+
+def expected_density(place: int) -> Floats:
+    """The densities, by bins of age, of what is used for sure after as many requests as a bin of age has; where it is
+    not, as long again passes until the rest of what is overdue is half as likely."""
+    ages = np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)])
+    left = ages[place] - ages
+    left = np.maximum(np.where(left > 0, left, -2 * left), 1.0)
+    found: Floats = DISCOUNT / np.expm1(DISCOUNT * left)
+    return found
 
 
 def refined(hazards: Array, observed: list[Array], exposure: Array) -> Array:

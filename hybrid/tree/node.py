@@ -70,6 +70,7 @@ class NodeUsage:
             there was none. Kept where edges are evicted as a whole, as `cut_at` is.
         cut_at: tick at which its edge was cut; 0 if it was not.
         shadow: what the tree's guard knows of its checkpoint; None: nothing.
+        expected_at: number of requests that will have come when it is used next, as its client has said; 0: it has not.
     """
 
     created: int
@@ -86,6 +87,7 @@ class NodeUsage:
     pages_used: int = 0
     cut_at: int = 0
     shadow: Any = None
+    expected_at: int = 0
 
     def stored_for(self, tenant: Tenant, priority: int) -> None:
         """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""

@@ -52,6 +52,7 @@ class Facts:
         has_below: other nodes or running requests continue from it.
         is_live: the checkpoint is in the cache. Only policies with an `order` rank pages without a checkpoint; for
             other policies such pages are evicted first, because they save no computation.
+        expected_in: requests from its last use to the next one, as its client has said (`Tree.expect`); 0: it has not.
         notes: the policy's own data, None at first. It is kept with the checkpoint, and after its eviction as long as
             the checkpoint is remembered.
     """
@@ -137,6 +138,11 @@ class Facts:
     @property
     def last_used(self) -> int:
         return self._usage.last_used
+
+    @property
+    def expected_in(self) -> int:
+        expected_at = self._usage.expected_at
+        return max(1, expected_at - self._usage.used_at) if expected_at else 0
 
     @property
     def notes(self) -> Any:

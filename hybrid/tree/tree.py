@@ -553,6 +553,28 @@ class Tree:
         node.usage.last_used = next(self._ticks)
         self.candidates.renewed(node)
 
+    def expect(self, node: Node, num_requests: int) -> None:
+        """Note that a checkpoint is to be used next when that many more requests have come. What is evicted of its path
+        first, from the end on, leaves this to what is the end then."""
+        node.usage.expected_at = self.candidates.now + max(1, num_requests)
+        self.candidates.lowered(node)
+
+    def release(self, node: Node, tenant: str | None = None) -> None:
+        """Evict a path before all that was used, from its end on, as far as nothing else continues from it: its client
+        does not need it any more. What is used again until then stays.
+
+        Args:
+            tenant: whose nodes alone these are; None: anyone's.
+        """
+        owner, below = self.tenants.get(tenant) if tenant is not None else node.owner, None
+        while (
+            node.parent is not None and node.owner is owner and [*node.children.values()] == ([below] if below else [])
+        ):
+            usage = node.usage
+            usage.last_used = usage.expected_at = usage.pages_used = usage.cut_at = 0
+            self.candidates.lowered(node)
+            below, node = node, node.parent
+
     def new_usage(self, kind: Kind, turn: int) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
         return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn)
@@ -734,9 +756,10 @@ class Tree:
             raise
 
     def _remove(self, leaf: Node, released: Released) -> None:
-        node, used_at, last_used = leaf, 0, 0
+        node, used_at, last_used, expected_at = leaf, 0, 0, 0
         while True:
             used_at, last_used = max(used_at, node.usage.used_at), max(last_used, node.usage.last_used)
+            expected_at = max(expected_at, node.usage.expected_at)
             if node.slot is not None:
                 self._drop_checkpoint(node, released)
             self._remember(node, 0)
@@ -754,6 +777,7 @@ class Tree:
             if parent.slot is not None and above.last_used and 0 < self._spacing <= parent.end:
                 # It is the end of a long path now, which is as recent as it was before.
                 above.used_at, above.last_used = max(above.used_at, used_at), max(above.last_used, last_used)
+                above.expected_at = expected_at
                 self.candidates.renewed(parent)
             if self.candidates.follows_changes:
                 self.candidates.changed(parent)

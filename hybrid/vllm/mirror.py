@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any
 
 from hybrid.errors import ArgumentError
+from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
@@ -22,6 +23,7 @@ from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.policies import policy_of
 from hybrid.tree.pools import Pools
+from hybrid.tree.sessions import Sessions
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices, ceil_div
 from hybrid.vllm.options import VllmOptions
@@ -179,6 +181,7 @@ class Mirror:
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)
         self.holds: NamedPins = NamedPins(self.tree)
+        self.sessions: Sessions = Sessions(self.tree)
 
     def stats(self) -> MirrorStats:
         """A snapshot of what was seen and done."""
@@ -475,7 +478,7 @@ class Mirror:
                 node = self._insert_state(key, TablePages(pages, start, place + 1), slot, origin, below, visit.options)
                 if slot[0].block_hash is None:
                     self._unkept[rid] = place
-                if visit.options.pin and node.slot is not None:
+                if visit.options.pin and node.slot is not None and self._is_pinned(visit.options, place + 1):
                     self._pin(rid, visit.options, node)
         end = num_pages * WORDS
         if node is None or node.end < end:
@@ -555,6 +558,10 @@ class Mirror:
             self.pins.remove_next_to_expire()
         self.pins.put(options.key or rid, node, options.pin or 0.0)
 
+    def _is_pinned(self, options: RequestOptions, num_blocks: int) -> bool:
+        """Tell whether a state after n blocks is among what a request has pinned."""
+        return options.pin_tokens is None or num_blocks * self._block_size <= options.pin_tokens
+
     def _may_pin(self, node: Node) -> bool:
         """Tell whether a pin of a state would leave enough that is not pinned."""
         locks = self.tree.locks
@@ -567,9 +574,18 @@ class Mirror:
         visit = self._requests.pop(request.request_id, None)
         self._unkept.pop(request.request_id, None)
         if visit is not None:
+            end = visit.lock.node if visit.lock is not None else None
             self._unlock(visit)
+            if request.is_finished() and (visit.options.session is not None or visit.options.hints != NO_HINTS):
+                self._ended(visit.options, end)
         if request.is_finished():
             self.visits.leave(request.request_id)
+
+    def _ended(self, options: RequestOptions, end: Node | None) -> None:
+        """A request has ended, with its pages up to a node: do what its hints say."""
+        if options.session is not None and (options.hints.release or options.hints.end_session):
+            self.pins.remove(options.key or "/".join(options.session))
+        self.sessions.ended(options.session, end, options.hints)
 
     def evict(self, num_blocks: int) -> bool:
         """Let go of what is worth least: a state, or up to n blocks of pages that no state needs.

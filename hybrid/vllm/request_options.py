@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError
+from hybrid.hints import NO_HINTS, Hints, hints_of, merged, note_ignored, session_of
 
 MAX_PRIORITY = 16
 
@@ -15,7 +16,18 @@ MAX_PIN = 7 * 86400.0
 
 PREFIX = "hybrid_"
 
-KNOWN = ("hybrid_pin", "hybrid_key", "hybrid_priority", "hybrid_hold")
+HINTS = ("release", "expect_resume", "end_session")
+"""Hints that have an option of their own; a pin is `hybrid_pin`."""
+
+KNOWN = (
+    "hybrid_pin",
+    "hybrid_key",
+    "hybrid_priority",
+    "hybrid_hold",
+    "hybrid_release",
+    "hybrid_expect_resume",
+    "hybrid_end_session",
+)
 
 
 class RequestOptions(NamedTuple):
@@ -27,12 +39,18 @@ class RequestOptions(NamedTuple):
         priority: each step makes its states worth twice as much, up to `MAX_PRIORITY`.
         hold: seconds for which what is cached of it when it comes is not evicted while it waits, at most; None: it is
             evicted as if it had not come.
+        pin_tokens: how many of its tokens are pinned; None: all.
+        hints: what is known of what it will have left.
+        session: the session that it belongs to; None: none.
     """
 
     pin: float | None = None
     key: str = ""
     priority: int = 0
     hold: float | None = None
+    pin_tokens: int | None = None
+    hints: Hints = NO_HINTS
+    session: tuple[str, str] | None = None
 
 
 PLAIN = RequestOptions()
@@ -46,7 +64,35 @@ def options_of(request: Any) -> RequestOptions:
     """
     params = request.sampling_params
     given = params.extra_args if params is not None else None
-    if not isinstance(given, Mapping) or not any(str(name).startswith(PREFIX) for name in given):
+    options = own_options(given) if isinstance(given, Mapping) else PLAIN
+    return with_hints(options, request)
+
+
+def with_hints(options: RequestOptions, request: Any) -> RequestOptions:
+    """Options with what the request's envelope of hints and its session say: `Request.kv_hints` and `session_id`, which
+    vLLM has from 0.32 on. A pin of its own counts more than one of the envelope; its name is the session's."""
+    session = session_of(getattr(request, "session_id", None))
+    if session is not None:
+        options = options._replace(session=(str(getattr(request, "cache_salt", None) or ""), session))
+    envelope = getattr(request, "kv_hints", None)
+    if envelope is not None:
+        found, ignored = hints_of(envelope)
+        note_ignored(ignored)
+        options = options._replace(hints=merged(found, options.hints))
+        if options.pin is None and found.retain is not None:
+            options = options._replace(pin=min(found.retain, MAX_PIN), pin_tokens=found.retain_tokens)
+    if options.pin is not None and not options.key and options.session is not None:
+        options = options._replace(key="/".join(options.session))
+    return options
+
+
+def own_options(given: Mapping[Any, Any]) -> RequestOptions:
+    """The options among the extra arguments of a request.
+
+    Raises:
+        ArgumentError: one is not known, or has no such value.
+    """
+    if not any(str(name).startswith(PREFIX) for name in given):
         return PLAIN
     unknown = [name for name in given if str(name).startswith(PREFIX) and name not in KNOWN]
     if unknown:
@@ -61,4 +107,6 @@ def options_of(request: Any) -> RequestOptions:
         raise ArgumentError(f"extra_args: hybrid_key must be a text, got {shown(key)}")
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= MAX_PRIORITY:
         raise ArgumentError(f"extra_args: hybrid_priority must be 0 to {MAX_PRIORITY}, got {shown(priority)}")
-    return RequestOptions(pin, key, priority, hold)
+    named = {name: given[f"{PREFIX}{name}"] for name in HINTS if f"{PREFIX}{name}" in given}
+    named |= {name: bool(value) for name, value in named.items() if name != "expect_resume" and value in (0, 1)}
+    return RequestOptions(pin, key, priority, hold, hints=Hints(**named) if named else NO_HINTS)

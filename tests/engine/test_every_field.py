@@ -19,6 +19,7 @@ from hybrid import (
     EncodingLimitError,
     Engine,
     EngineConfig,
+    Hints,
     HybridCache,
     HybridError,
     Key,
@@ -141,6 +142,15 @@ def _(tiny: Engine, path: Path) -> None:
     engine = engine_on(tiny)
     answer(engine, PROMPT, greedy(1, pin_for=60.0))
     assert engine.cache.stats().pins == 1
+
+
+@of(SamplingParams, "session", "hints")
+def _(tiny: Engine, path: Path) -> None:
+    engine = engine_on(tiny)
+    answer(engine, PROMPT, greedy(1, session="s", hints=Hints(retain=60.0)))
+    assert engine.cache.stats().pins == 1
+    assert engine.hint("s", Hints(end_session=True))
+    assert engine.cache.stats().pins == 0
 
 
 class LeastPriority(Policy):

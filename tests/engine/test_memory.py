@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from hybrid import ArgumentError, CacheConfig, Engine, MemoryBudgetError, PromptError, SamplingError, SamplingParams
+from hybrid import (
+    ArgumentError,
+    CacheConfig,
+    Engine,
+    Hints,
+    Key,
+    MemoryBudgetError,
+    PromptError,
+    SamplingError,
+    SamplingParams,
+)
 from hybrid.commands.checkpoints import check_checkpoints
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
@@ -241,3 +251,30 @@ def test_deterministic_mode_and_a_fixed_split_refuse_stored_checkpoints() -> Non
         CacheConfig(state_dtype="int4")
     with pytest.raises(ArgumentError, match="unknown placement 'everywhere'"):
         CacheConfig(placement=("branch", "everywhere"))
+
+
+def test_a_session_that_has_ended_is_released(tiny: Engine) -> None:
+    """A request says so of itself, or the client afterwards; until then it is evicted as any other prefix is."""
+    engine, prompt = in_one_budget(tiny, 20, eviction="lru"), ids(4 * GRID + 2)
+
+    def is_released() -> bool:
+        node = engine.cache.tree.peek(Key.of(prompt), 4 * GRID).checkpoint
+        return node is not None and node.usage.last_used == 0
+
+    answer(engine, prompt, greedy(1, session="s"))
+    assert engine.hint("s", Hints(expect_resume=5.0)) and not engine.hint("another", Hints(expect_resume=5.0))
+    assert not is_released()
+    assert engine.hint("s", Hints(end_session=True)) and not engine.hint("s", Hints(end_session=True))
+    assert is_released()
+    answer(engine, prompt, greedy(1, session="s"))
+    assert not is_released()  # it was used again
+    answer(engine, prompt, greedy(1, session="s", hints=Hints(end_session=True)))
+    assert is_released()
+    assert_nothing_held(engine)
+
+
+def test_what_is_retained_is_pinned_and_refused_beyond_the_limit_of_pins(tiny: Engine) -> None:
+    engine = in_one_budget(tiny, 9)
+    for seed in range(4):
+        answer(engine, ids(2 * GRID + 2, seed=seed), greedy(1, hints=Hints(retain=60.0)))
+    assert 0 < engine.cache.stats().pins < 4

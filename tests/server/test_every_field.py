@@ -141,6 +141,8 @@ def of_openai(length: str, long: dict[str, Any]) -> list[Row]:
         Row("prompt_cache_options.ttl", "30m", seen=pins),
         *harmless("prompt_cache_options.mode", value="explicit"),
         Row("prompt_cache_options.prewarm", True),
+        Row("kv_hints", {"retain": 60.0}, seen=pins),
+        *harmless("session_id"),
         Row("cache_salt", "grain", more=long, seen=cached),
         Row("stream", True),
         *harmless("user", "safety_identifier", "service_tier", "prompt_cache_key"),
@@ -493,6 +495,8 @@ ROWS: dict[str, list[Row]] = {
     MESSAGES: [
         *of_anthropic(None, pins),
         Row("max_tokens", 3, 12),
+        Row("kv_hints", {"retain": 60.0}, more={"system": "These are the hints of another one. " * 6}, seen=pins),
+        *harmless("session_id"),
         Row("temperature", 100.0, more={"top_k": 2}),
         Row("top_p", 1e-6, more={"temperature": 1000.0}),
         Row("top_k", 1, more={"temperature": 1000.0}),

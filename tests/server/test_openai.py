@@ -2,8 +2,10 @@
 
 import base64
 import json
+import re
 from typing import Any
 
+import httpx
 import pytest
 
 from support.served import ASKED, Poster, events
@@ -124,6 +126,9 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
         ("top_logprobs", 2),
         ("functions", []),
         ("prompt_cache_options", {"ttl": "1y"}),
+        ("kv_hints", {"retain": -1}),
+        ("kv_hints", {"keep": True}),
+        ("session_id", 3),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(post: Poster, field: str, value: Any) -> None:
@@ -163,3 +168,21 @@ def test_the_client_of_openai(post: Poster) -> None:
         client.chat.completions.create(model="tiny", messages=ASKED, extra_body={"frob": 1})
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
+
+
+def test_hints_and_sessions_come_in_the_body_or_as_a_header(address: str, post: Poster) -> None:
+    """The body has the envelope of vLLM and SGLang, or hints by name; actions that are not known change nothing."""
+    action = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0"}
+    retain = action | {"payload": {"directives": [{"priority": 50, "duration": 600.0}]}}
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [retain, action | {"action_type": "kv.other"}]}
+    long, pins = [{"role": "user", "content": "The with statement " * 20}], [pins_of(post)]
+    for session, hints in ({"session_id": "a"}, envelope), ({}, {"end_session": True}), ({"session_id": "b"}, None):
+        headers = {} if session else {"X-Session-ID": "a"}
+        body = {"model": "tiny", "messages": long, "max_tokens": 4, **session, "kv_hints": hints}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers).status_code == 200
+        pins.append(pins_of(post))
+    assert [count - pins[0] for count in pins] == [0, 1, 0, 0]
+
+
+def pins_of(post: Poster) -> int:
+    return int(re.search(r"^hybrid:pins(?:{.*})? (\d+)", post.get("/metrics").text, re.M)[1])  # type: ignore[index]

@@ -341,6 +341,44 @@ def test_pins_give_way_before_a_request_has_no_room() -> None:
     assert beside.stats().ended_pins > 0
 
 
+def hinted(request: Request, session: str, *actions: tuple[str, dict[str, Any]]) -> Request:
+    """A request with vLLM's envelope of hints, and a session."""
+    made = [SimpleNamespace(action_type=name, action_version="1.0", payload=payload) for name, payload in actions]
+    request.session_id, request.kv_hints = session, SimpleNamespace(protocol_version="0.1", actions=made)
+    return request
+
+
+def test_a_session_that_has_ended_in_vllm_is_evicted_first() -> None:
+    for ends, kept in (((), 0), ((("hybrid.end_session", {}),), 12)):
+        manager, beside = mirrored(48, policy="lru")
+        service = Service(manager)
+        service.serve([*range(13)])  # used least recently
+        for number in range(6):
+            request = hinted(service.request([100 + 20 * number + at for at in range(13)]), f"s{number}", *ends)
+            service.start(request)
+            service.end(request)
+        assert service.serve([900 + at for at in range(20)]) == 0
+        check(manager, beside)
+        assert service.serve([*range(13)]) == kept
+
+
+def test_what_vllms_hints_retain_is_pinned_under_the_name_of_its_session(caplog: pytest.LogCaptureFixture) -> None:
+    manager, beside = mirrored(48)
+    service = Service(manager)
+    retain = "kv.retain", {"scope": None, "directives": [{"start": 0, "end": None, "priority": 80, "duration": 600.0}]}
+    for prompt in ([*range(9)], [*range(13)]):
+        request = hinted(service.request(prompt), "s", retain, ("kv.fetch", {}))
+        service.start(request)
+        service.end(request)
+    assert beside.stats().pins == 1
+    for number in range(12):
+        service.serve([100 + 20 * number + at for at in range(20)])
+    assert service.serve([*range(13)]) == 12
+    assert "kv.fetch" in caplog.text
+    service.serve([*range(13)], hybrid_pin=0, hybrid_key="/s")
+    assert beside.stats().pins == 0
+
+
 def test_what_is_cached_of_a_request_is_kept_while_it_waits_where_it_asks_for_that() -> None:
     for options, kept in (({}, 0), ({"hybrid_hold": 60}, 12)):
         manager, beside = mirrored(48)
@@ -411,7 +449,7 @@ def test_wrong_options_of_a_request_are_warned_of_and_it_is_served(caplog: pytes
         ({"hybrid_hold": "long"}, "hybrid_hold must be seconds from 0 to 604800"),
         ({"hybrid_key": 3, "hybrid_pin": 5}, "hybrid_key must be a text, got 3"),
         ({"hybrid_priority": 99}, "hybrid_priority must be 0 to 16, got 99"),
-        ({"hybrid_pim": 5}, "hybrid_pim.*not known; known are hybrid_pin, hybrid_key, hybrid_priority, hybrid_hold"),
+        ({"hybrid_pim": 5}, "hybrid_pim.*not known; known are hybrid_pin, hybrid_key, hybrid_priority, hybrid_hold,"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="vllm.hybrid"):
