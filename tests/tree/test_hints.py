@@ -80,8 +80,8 @@ def test_what_is_expected_soon_is_kept_rather_than_what_is_expected_late() -> No
     assert tree.evict_one(1).slots == [116]
 
 
-def test_the_next_state_of_a_path_takes_over_what_is_expected() -> None:
-    tree = Tree(PAGE, PAGE, policy_of("lru"), Prices(1, 2))
+def test_the_next_state_of_a_long_path_takes_over_what_is_expected() -> None:
+    tree = Tree(PAGE, PAGE, policy_of("lru"), Prices(1, 2, 4))
     above, end = put(tree, ids(0, 16)), put(tree, ids(0, 16, 1, 2, 3, 4), 100)
     tree.expect(end, 7)
     tree.evict_nodes([end], 0)
