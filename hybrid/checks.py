@@ -10,6 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeGuard, TypeVar
@@ -140,12 +141,23 @@ def refuse_unknown(refusal: str, given: Iterable[str], names: Sequence[str]) -> 
 MAX_INT = 2**63 - 1
 
 
+class ShortRepr(reprlib.Repr):
+    """Cuts what is long. It sorts no more keys than it shows: a dict may have millions."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Cut a dict."""
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+SHORT = ShortRepr()
+
+
 def shown(value: object) -> str:
     """A value for a message: cut where it is long, and integers too long to be printed by their size."""
     if isinstance(value, int) and not -(10**20) < value < 10**20:
         return f"an integer of {value.bit_length()} bits"
     try:
-        return reprlib.repr(value)
+        return SHORT.repr(value)
     except Exception:  # a repr may raise anything
         return f"a {type(value).__name__}"
 

@@ -165,7 +165,7 @@ def main() -> None:
     control = socket.socket(fileno=0)
     given = json.loads(read_text(control))
     sys.path[:] = given["path"]
-    for ignored in (signal.SIGINT, signal.SIGCHLD):  # keys that end the program; children, which nobody waits for
+    for ignored in (signal.SIGINT, signal.SIGCHLD):  # keys that end the program; processes that have ended
         signal.signal(ignored, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_STACK)

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.engine.form_process import ACCEPT, ANSWER, ASK, COMPLETE, DROP, FAILED, MASK, OPEN, SIZE
-from hybrid.errors import ArgumentError, SamplingError
+from hybrid.errors import ArgumentError, QueueFullError, SamplingError
 
 Numbers = np.ndarray[Any, Any]
 
@@ -68,6 +68,9 @@ USUAL_SECONDS = 0.1
 MAX_GRAMMARS = 64
 """The number of forms that an engine keeps compiled."""
 
+MAX_FORMS = 96
+"""Processes of forms of one model, at once."""
+
 BOUNDS = (
     f"it took more than {COMPILE_SECONDS:g} s of CPU time to compile, {TOKEN_SECONDS:g} s for a token, or "
     f"{FORM_BYTES >> 20} MiB, or nests too deep; make it smaller"
@@ -96,7 +99,13 @@ class FormProcesses:
         self._vocab_size = vocab_size
         self._end_tokens = sorted(end_tokens)
         self._lock = threading.Lock()
+        self._forms: weakref.WeakSet[Form] = weakref.WeakSet()
         self._starter: Starter | None = None
+
+    @property
+    def are_full(self) -> bool:
+        """Tell whether there are as many processes as may be."""
+        return len(self._forms) >= MAX_FORMS
 
     def compile(self, structured: Mapping[str, Any]) -> Form:
         """Compile a form. Other threads may do so meanwhile.
@@ -107,7 +116,10 @@ class FormProcesses:
         Raises:
             SamplingError: it cannot be used.
             ArgumentError: llguidance is not installed, or cannot use the tokenizer.
+            QueueFullError: answers of too many forms are under way.
         """
+        if self.are_full:
+            raise QueueFullError(f"structured: answers of {MAX_FORMS} forms are under way; try again later")
         with self._lock:
             starter = self._starter
             link = starter.fork() if starter is not None and starter.is_ours else None
@@ -117,7 +129,9 @@ class FormProcesses:
                 if link is None:
                     raise ArgumentError("structured: the process that compiles forms has ended; see the system's log")
         try:
-            return Form(link, structured, starter.vocab_size)
+            form = Form(link, structured, starter.vocab_size)
+            self._forms.add(form)
+            return form
         finally:
             with self._lock:
                 starter.fork_ahead()
@@ -256,6 +270,7 @@ class Form:
         self._asked: deque[tuple[Matcher, int]] = deque()
         self._dropped: deque[int] = deque()
         self._numbers = count(1)
+        self._answers: set[int] = set()
         self._pid = 0
         weakref.finalize(self, link.close)
         (kind,) = structured
@@ -279,12 +294,20 @@ class Form:
         timeout = struct.pack("ll", seconds, int((AT_ONCE - seconds) * 1e6))
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
+    @property
+    def is_used(self) -> bool:
+        """Tell whether an answer follows it."""
+        return bool(self._answers)
+
     def add(self) -> int:
         """The number of one more answer. From any thread."""
-        return next(self._numbers)
+        number = next(self._numbers)
+        self._answers.add(number)
+        return number
 
     def drop(self, number: int) -> None:
         """An answer has ended. From any thread."""
+        self._answers.discard(number)
         self._dropped.append(number)
 
     def ask(self, matcher: Matcher, what: int, value: int, more: bytes = b"") -> None:
@@ -494,11 +517,15 @@ class Grammars:
         Raises:
             SamplingError: the schema, expression or grammar cannot be used.
             ArgumentError: llguidance is not installed, or cannot use the tokenizer.
+            QueueFullError: answers of too many forms are under way.
         """
         wanted = namespace, json.dumps(dict(structured))  # the order of properties is that of the answer
         with self._lock:
             form = self._compiled.get(wanted)
         if form is None or form.is_lost:
+            if self._processes.are_full:  # those that no answer follows end
+                with self._lock:
+                    self._compiled = {name: own for name, own in self._compiled.items() if own.is_used}
             form = self._processes.compile(structured)
         with self._lock:
             self._compiled[wanted] = form

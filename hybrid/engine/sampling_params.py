@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -270,7 +269,7 @@ def _short(value: object) -> str:
     if isinstance(value, int) and not -(10**20) < value < 10**20:
         return f"an integer of {value.bit_length()} bits"
     try:
-        return reprlib.repr(value)
+        return checks.SHORT.repr(value)
     except ValueError:  # an integer too long to be printed, inside of a list
         return f"a {type(value).__name__}"
 

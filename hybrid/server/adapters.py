@@ -50,7 +50,7 @@ async def _read(server: Server, call: Call) -> tuple[Fields, str]:
     """
     if not call.tenant.sees_all:
         raise HttpError(403, "adapters are loaded and unloaded with a key of a tenant that has sees_all")
-    fields, _ = await server.read(call)
+    fields = await server.read(call, lambda fields, model: fields)
     return fields, _needed(fields, "lora_name")
 
 

@@ -21,7 +21,14 @@ BEGIN = 4096
 """Characters of base64, one after the other, that are taken for the data of an image."""
 
 AT_ONCE = 256 * 1024
-"""Bytes that are decoded, or a body that is read, without letting other threads run."""
+"""Bytes that are decoded without letting other threads run."""
+
+SLICE = 64 * 1024
+"""Bytes whose values are counted without letting other threads run."""
+
+MAX_VALUES = 2**18
+"""Values of a body, about: a parser does not let other threads run, and takes up to 20 ms for these. A list, an
+object or a name counts as four."""
 
 MARK = re.compile("~([0-9a-f]{64})~")
 """Stands for what was kept apart, with its digest. No base64 has a `~`."""
@@ -58,20 +65,26 @@ class LongData:
         return _digest(self)
 
 
+class TooManyValuesError(ValueError):
+    """A body has more values than can be parsed beside streams."""
+
+
 class Body:
     """The pieces of a body, within limits.
 
     Args:
         max_bytes: that it may have.
         max_text: that it may have without the data of images.
+        max_values: that it may have.
 
     Attributes:
         size: bytes that have come.
         is_too_large: it is beyond a limit; what came is forgotten.
     """
 
-    def __init__(self, max_bytes: int, max_text: int) -> None:
+    def __init__(self, max_bytes: int, max_text: int, max_values: int = MAX_VALUES) -> None:
         self.size: int = 0
+        self._max_values = max_values
         self.is_too_large: bool = False
         self._max_bytes = max_bytes
         self._max_text = max_text
@@ -118,7 +131,11 @@ class Body:
 
         Raises:
             ValueError: it is none, or is nested too deep.
+            TooManyValuesError: it has too many.
         """
+        read = (part for part in self._parts if isinstance(part, bytes))
+        if 4 * self.size > self._max_values and has_more_values(read, self._max_values):
+            raise TooManyValuesError
         if self.size <= self._max_text:
             return _loaded(b"".join(b"".join(part) if isinstance(part, list) else part for part in self._parts))
         texts, kept = [], {}
@@ -129,6 +146,23 @@ class Body:
                 part = f"~{digest}~".encode()
             texts.append(part)
         return _with_data(_loaded(b"".join(texts)), kept)
+
+
+def has_more_values(pieces: Iterable[bytes], most: int) -> bool:
+    """Tell whether JSON in pieces has about more values than that; texts count as one whatever they hold."""
+    count, num_quotes, rest = 0, 0, b""
+    for whole in pieces:
+        for start in range(0, len(whole), SLICE):
+            piece = rest + whole[start : start + SLICE]
+            end = len(piece) - (len(piece) - len(piece.rstrip(b"\\"))) % 2  # what it escapes is in the next one
+            piece, rest = piece[:end], piece[end:]
+            parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+            outside = b"".join(parts[num_quotes % 2 :: 2])
+            num_quotes += len(parts) - 1
+            count += outside.count(b",") + 4 * sum(map(outside.count, (b"[", b"{", b":")))
+            if count + num_quotes // 2 > most:
+                return True
+    return False
 
 
 def _loaded(text: bytes) -> Any:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-from hybrid.server.body import AT_ONCE, Body
+from hybrid.server.body import Body
 from hybrid.server.errors import HttpError
 from hybrid.server.tenants import Caller
 
-Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """Headers of a response that is a stream of events: proxies are not to keep them back."""
+
+READ_AT_ONCE = 16 * 1024
+"""Bytes of a body that is read in the event loop."""
 
 MAX_FORGOTTEN = 64 * 2**20
 """Bytes of a body beyond its limit that are read and forgotten: most clients read no answer before all is sent."""
@@ -35,6 +37,7 @@ class Call:
         headers: names in lower case.
         tenant: set once it is known.
         has_begun: the response's headers were sent.
+        is_large: its body is read beside the event loop.
     """
 
     tenant: Caller
@@ -44,22 +47,23 @@ class Call:
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.has_begun: bool = False
-        self._is_large = False
+        self.is_large: bool = False
         self._receive = receive
         self._send = send
 
-    async def body(self, max_bytes: int, max_text: int, seconds: float) -> Any:
-        """The body, read as JSON.
+    async def body(self, max_bytes: int, max_text: int, max_values: int, seconds: float) -> Body:
+        """Wait for the body.
 
         Args:
             max_bytes: that it may have.
             max_text: that it may have without the data of images.
+            max_values: that it may have.
             seconds: that its sender may take.
 
         Raises:
-            HttpError: it is too large, too slow, or no JSON.
+            HttpError: it is too large, or too slow.
         """
-        body = Body(max_bytes, max_text)
+        body = Body(max_bytes, max_text, max_values)
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -79,15 +83,8 @@ class Call:
                 text = f"the body has more than {max_text} bytes without the data of images"
             text += "; send less, or start the server with --max-body"
             raise HttpError(413, text, code="body_too_large", headers={"connection": "close"})
-        self._is_large = body.size > AT_ONCE
-        try:
-            return await self.beside(body.json)
-        except ValueError as error:
-            raise HttpError(400, f"the body cannot be read as JSON: {error!s:.200}", code="invalid_json") from None
-
-    async def beside(self, read: Callable[[], Read]) -> Read:
-        """Call a function that reads the body, beside the event loop where the body is large."""
-        return await asyncio.to_thread(read) if self._is_large else read()
+        self.is_large = body.size > READ_AT_ONCE
+        return body
 
     async def left(self) -> None:
         """Wait until the client has left."""

@@ -155,35 +155,42 @@ class CompletionWriter:
 
 async def tokenize(server: Server, call: Call) -> None:
     """Answer `POST /tokenize`: the token ids of a text, or of messages with the chat template."""
-    fields, _ = await server.read(call)
-    prompt: Prompt
-    if "messages" in fields:
-        template, given = server.template, fields.array("messages")
-        messages = await call.beside(lambda: openai_messages(given, "messages", template))
-        prompt = {"messages": messages} | template_fields(fields, template)
-        if (tools := fields.array("tools")) is not None:
-            prompt["tools"] = tools
-    else:
-        text = fields.text("prompt")
-        if text is None:
-            raise fields.refuse("prompt", "a text; or give messages", None)
-        prompt = text
-    fields.only("add_special_tokens", True)
-    with_texts = fields.boolean("return_token_strs")
-    fields.close()
-    ids = await server.encode(prompt)
+
+    def read(fields: Fields, model: str | None) -> tuple[Prompt, bool]:
+        prompt: Prompt
+        if "messages" in fields:
+            messages = openai_messages(fields.array("messages"), "messages", server.template)
+            prompt = {"messages": messages} | template_fields(fields, server.template)
+            if (tools := fields.array("tools")) is not None:
+                prompt["tools"] = tools
+        else:
+            text = fields.text("prompt")
+            if text is None:
+                raise fields.refuse("prompt", "a text; or give messages", None)
+            prompt = text
+        fields.only("add_special_tokens", True)
+        with_texts = fields.boolean("return_token_strs")
+        fields.close()
+        return prompt, with_texts
+
+    prompt, with_texts = await server.read(call, read)
+    ids = await server.encode(call, prompt)
     found = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
     if with_texts:
-        found["token_strs"] = [server.tokenizer.decode([token]) for token in ids]
+        found["token_strs"] = await server.beside(call, lambda: [server.tokenizer.decode([token]) for token in ids])
     await call.respond(found)
 
 
 async def detokenize(server: Server, call: Call) -> None:
-    """Answer `POST /detokenize`: the text of token ids."""
-    fields, _ = await server.read(call)
-    tokens = fields.array("tokens") or []
-    fields.close()
-    most = server.engine.engine.model.config.vocab_size
-    if not all(type(token) is int and 0 <= token < most for token in tokens):
-        raise fields.refuse("tokens", f"a list of token ids, from 0 to {most - 1}", tokens)
-    await call.respond({"prompt": server.tokenizer.decode(tokens)})
+    """Answer `POST /detokenize`: the text of token ids, of as many as the model takes."""
+    vocab_size, most = server.engine.engine.model.config.vocab_size, server.max_model_len
+
+    def read(fields: Fields, model: str | None) -> list[int]:
+        tokens = fields.array("tokens") or []
+        fields.close()
+        if len(tokens) > most or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise fields.refuse("tokens", f"a list of up to {most} token ids, from 0 to {vocab_size - 1}", tokens)
+        return tokens
+
+    tokens = await server.read(call, read)
+    await call.respond({"prompt": await server.beside(call, lambda: server.tokenizer.decode(tokens))})

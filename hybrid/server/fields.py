@@ -10,6 +10,9 @@ from hybrid.checks import shown
 from hybrid.server.body import has_long_data
 from hybrid.server.errors import HttpError
 
+MAX_NAME = 64
+"""Characters of an unknown name that are compared with those that are known."""
+
 
 class Fields:
     """A JSON object that is read field by field. `null` is the same as absent.
@@ -141,7 +144,7 @@ class Fields:
             HttpError: there is an unknown field; the message names it, and the one that may be meant.
         """
         for name in self._values:
-            near = get_close_matches(name, self._taken, 1)
+            near = get_close_matches(name[:MAX_NAME], self._taken, 1)  # its time is quadratic
             meant = f"; is {near[0]!r} meant?" if near else "; leave it out"
             text = f"unknown field {self.path(name)[:200]!r}{meant}"
             raise HttpError(400, text, self.path(name)[:200], "unknown_parameter")

@@ -71,14 +71,17 @@ def read_messages(server: Server, call: Call, fields: Fields, model: str | None)
 
 async def count_tokens(server: Server, call: Call) -> None:
     """Answer `POST /v1/messages/count_tokens`."""
-    fields, _ = await server.read(call)
-    prompt = await call.beside(lambda: read_prompt(fields, server.template))
-    fields.only("speed", "standard")
-    fields.close()
-    body: dict[str, Any] = {"messages": prompt.messages} | prompt.options
-    if prompt.thinks is not None:
-        set_thinking(body, server.defaults, server.thinking, "thinking", prompt.thinks)
-    ids = await server.encode(body, call.tenant.namespace)
+
+    def read(fields: Fields, model: str | None) -> dict[str, Any]:
+        prompt = read_prompt(fields, server.template)
+        fields.only("speed", "standard")
+        fields.close()
+        body: dict[str, Any] = {"messages": prompt.messages} | prompt.options
+        if prompt.thinks is not None:
+            set_thinking(body, server.defaults, server.thinking, "thinking", prompt.thinks)
+        return body
+
+    ids = await server.encode(call, await server.read(call, read))
     await call.respond({"input_tokens": len(ids)})
 
 

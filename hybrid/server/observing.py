@@ -69,7 +69,8 @@ async def live(server: Server, call: Call) -> None:
 async def tree(server: Server, call: Call) -> None:
     """Answer `GET /tree`: the page of `hybrid tree`, of the tenant's namespaces, without texts."""
     snapshot = await server.engine.call(partial(of_tenant, tenant=call.tenant, secret=server.secret))
-    await call.respond(make_page(snapshot).encode(), headers={"content-type": "text/html; charset=utf-8"})
+    page = await server.beside(call, lambda: make_page(snapshot).encode())
+    await call.respond(page, headers={"content-type": "text/html; charset=utf-8"})
 
 
 def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> Snapshot:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from secrets import token_bytes
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from hybrid.prompts.thinking import Thinking
 from hybrid.serve.admission import Passed
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
 from hybrid.server.adapter_folder import AdapterFolder
+from hybrid.server.body import MAX_VALUES, TooManyValuesError
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError, failure_of
 from hybrid.server.fields import Fields
@@ -59,6 +61,12 @@ WITH_IMAGES = 64 * 2**20
 ONE_TEXT, ESCAPED = 8 * 2**20, 6
 """Bytes of a body without images: at least `ONE_TEXT`, which takes no longer to parse than a step, and `ESCAPED` for
 each byte of the longest text."""
+
+
+TURNS = 3
+"""Threads in which calls of one tenant are read at once: half of those of an event loop where there are two cores."""
+
+Found = TypeVar("Found")
 
 
 class Writer(Protocol):
@@ -147,6 +155,8 @@ class Server:
         self.secret: bytes = token_bytes(32)
         self.max_text: int = limits.body_bytes or self._longest_text()
         takes_images = engine.engine.loaded.image_encoder is not None
+        self._max_values: int = max(MAX_VALUES, 2 * self.max_model_len)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.max_body: int = limits.body_bytes or (WITH_IMAGES if takes_images else self.max_text)
 
     def _longest_text(self) -> int:
@@ -193,26 +203,58 @@ class Server:
         own: int = self.engine.engine.model.config.max_position_embeddings
         return self.engine.engine.config.max_model_len or own
 
-    async def encode(self, prompt: Prompt, namespace: str = "") -> list[int]:
+    async def encode(self, call: Call, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
 
         Raises:
             HybridError: it cannot be run.
         """
-        one = SamplingParams(max_new_tokens=1)
-        request = await asyncio.to_thread(self.engine.engine.prepare, prompt, one, namespace, "encoded")
-        return list(request.ids[: request.prompt_len])
 
-    async def read(self, call: Call) -> tuple[Fields, str | None]:
-        """The fields of a call's body, within the limits, and the model that it names.
+        def prepare() -> list[int]:
+            namespace = call.tenant.namespace
+            request = self.engine.engine.prepare(prompt, SamplingParams(max_new_tokens=1), namespace, "encoded")
+            return list(request.ids[: request.prompt_len])
+
+        return await self.beside(call, prepare)
+
+    async def beside(self, call: Call, function: Callable[[], Found]) -> Found:
+        """Call a function beside the event loop, whatever it takes: a tenant's calls have `TURNS` threads."""
+        name = call.tenant.name
+        turn = self._turns.get(name)
+        if turn is None:
+            turn = self._turns[name] = asyncio.Semaphore(TURNS)
+        async with turn:
+            return await asyncio.to_thread(function)
+
+    async def read(self, call: Call, read: Callable[[Fields, str | None], Found]) -> Found:
+        """Read a call's body, within the limits: beside the event loop, unless it is small.
+
+        Args:
+            read: reads the fields of the body, and is told the model that it names.
 
         Raises:
             HttpError: the body cannot be used, or it names another model.
         """
-        fields = Fields(await call.body(self.max_body, self.max_text, self.limits.body_seconds))
-        model = fields.text("model")
-        self.check_model(model)
-        return fields, model
+        body = await call.body(self.max_body, self.max_text, self._max_values, self.limits.body_seconds)
+
+        def read_whole() -> Found:
+            try:
+                values = body.json()
+            except TooManyValuesError:
+                text = (
+                    f"the body has more than {self._max_values} values, where a list, an object or a name counts as "
+                    "four; send less"
+                )
+                raise HttpError(413, text, code="body_too_large") from None
+            except ValueError as error:
+                text = f"the body cannot be read as JSON: {error!s:.200}"
+                raise HttpError(400, text, code="invalid_json") from None
+            fields = Fields(values)
+            model = fields.text("model")
+            self.check_model(model)
+            return read(fields, model)
+
+        return await self.beside(call, read_whole) if call.is_large else read_whole()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request to another model.
@@ -233,15 +275,16 @@ class Server:
         Raises:
             HttpError: before anything of the response was sent.
         """
-        fields, model = await self.read(call)
-        fields.offer("session_id", call.headers.get(b"x-session-id", b"").decode("latin-1"))
-        asked = await call.beside(lambda: read(self, call, fields, model))
-        prompts, params, writer, is_stream, salt = asked
-        self._check_number(len(prompts))
         tenant = call.tenant
+
+        def read_asked(fields: Fields, model: str | None) -> Asked:
+            fields.offer("session_id", call.headers.get(b"x-session-id", b"").decode("latin-1"))
+            asked = read(self, call, fields, model)
+            return asked._replace(params=replace(asked.params, tenant=tenant.name)) if tenant.name else asked
+
+        prompts, params, writer, is_stream, salt = await self.read(call, read_asked)
+        self._check_number(len(prompts))
         namespace = tenant.namespace_of(salt)
-        if tenant.name:
-            params = replace(params, tenant=tenant.name)
         records = [
             RequestRecord(f"{writer.id}-{at}" if at else writer.id, tenant, call.path) for at in range(len(prompts))
         ]

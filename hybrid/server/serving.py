@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +23,16 @@ from hybrid.server.service import Server
 
 log: logging.Logger = logging.getLogger(__name__)
 
+SWITCH_SECONDS = 0.001
+"""Threads that want Python's lock have it after so long: those that read large bodies do not hold up the event loop and
+the engine."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that drain the server; a second one ends it at once."""
 
 
-OWN_FILES = 128
-"""Files and sockets that the process opens for other things than connections."""
+OWN_FILES = 160
+"""Files and sockets that the process opens for other things than connections, the forms of answers among them."""
 
 
 class Listener(uvicorn.Server):
@@ -100,6 +106,10 @@ async def serve(
         for number in SIGNALS:
             loop.add_signal_handler(number, end)
         running = asyncio.create_task(listener.serve(sockets=[listening]))
+        switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        gc.collect()
+        gc.freeze()  # what is loaded is not looked through for garbage again, which a large body would cause often
         try:
             while not listener.started and not running.done():
                 await asyncio.sleep(0.01)
@@ -110,6 +120,8 @@ async def serve(
             listener.force_exit = not drained
             await running
         finally:
+            gc.unfreeze()
+            sys.setswitchinterval(switch_seconds)
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
         return drained

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hybrid import AsyncEngine, EncodingLimitError, Engine, EngineConfig, ImagePrompt, RequestError, SamplingParams
+from hybrid.engine.forms import aside
 from hybrid.engine.request import Request
 from hybrid.prompts.encode import PART_BYTES, num_bytes
 from support.engines import engine_on, greedy, ids
@@ -79,6 +80,33 @@ def test_a_prompt_that_takes_long_holds_up_neither_what_runs_nor_other_prompts_n
         assert found[0].time_to_first_token > until_let_go / 2  # from when it was asked
 
     run(test)
+
+
+def test_a_thread_that_waits_for_a_form_elsewhere_is_not_missed() -> None:
+    """Two tenants have all threads wait: a third one's prompts are encoded by others, which end with the wait."""
+
+    async def test(engine: AsyncEngine, _: threading.Event) -> None:
+        prepare, let_go = engine.engine.prepare, threading.Event()
+
+        def wait(prompt: list[int], *arguments: Any) -> Request:
+            if len(prompt) == SLOW + 1:
+                with aside.get()():
+                    assert let_go.wait(20)
+            return prepare(prompt, *arguments)
+
+        engine.engine.prepare = wait  # type: ignore[method-assign,assignment]
+        before = threading.active_count()
+        slow = [asyncio.create_task(engine.generate([ids(SLOW + 1)], greedy(2), namespace=name)) for name in "aabb"]
+        await until_waiting(engine, 4)
+        for _ in range(3):
+            assert (await engine.generate([ids(20)], greedy(2), namespace="c"))[0].finish_reason == "length"
+        let_go.set()
+        assert len(await asyncio.gather(*slow)) == 4
+        for _ in range(8):
+            await engine.generate([ids(20)], greedy(2))
+        assert threading.active_count() <= before + 2
+
+    run(test, encoding_threads=2)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "aborted"])
