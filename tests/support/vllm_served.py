@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid.doctor import installed_vllm
+from hybrid.doctor.request import LoggedRequest
 from hybrid.vllm.mirror import Mirror
 from hybrid.vllm.scheduler import Scheduler, mirror_of
 
 BLOCK = 528
 CHUNK = 8192
+AHEAD = 256  # requests among which those of other conversations are looked for
 LAYERS = 8  # of each group, which share a block
 
 
@@ -48,7 +51,9 @@ def groups(states_within: bool) -> tuple[list[KVCacheGroupSpec], int]:
 
 def configuration(num_blocks: int, chunk: int, max_running: int, options: dict[str, Any]) -> SimpleNamespace:
     """The part of vLLM's configuration that its scheduler reads."""
-    found = installed_vllm.configuration(num_blocks, BLOCK, chunk, max_running, 65536, {"hybrid": options})
+    found = installed_vllm.configuration(
+        num_blocks, BLOCK, chunk, max_running, installed_vllm.MAX_MODEL_LEN, {"hybrid": options}
+    )
     assert isinstance(found, SimpleNamespace)
     return found
 
@@ -60,6 +65,7 @@ class Served:
         memory: bytes of the pool.
         options: of the plugin; None: vLLM as it is.
         at_once: several requests run at a time, one token of each a step, under vLLM's `AsyncScheduler`, or ours.
+            Otherwise its plain scheduler runs, and ours is put beside it.
         token_by_token: a step gives one token of an answer; otherwise, where requests run one by one, whole blocks of
             it, which is faster.
         states_within: a pass gives the state at the prompt's last block too, as kernels for Mamba-2 do on a GPU.
@@ -128,6 +134,45 @@ class Served:
         self._answers[request.request_id] = [*answer] or [7]
         self.scheduler.add_request(request)
         return request
+
+    def add_logged(self, given: LoggedRequest) -> Request:
+        """A request of traffic that waits: blocks are named by its hashes, and its tokens are all alike."""
+        hashes = [2 * number.to_bytes(8, "little") for number in given.blocks(BLOCK, given.num_tokens)]
+        answer = [1] * max(1, given.num_tokens - given.num_prompt)
+        params = SamplingParams(max_tokens=len(answer), ignore_eos=True, temperature=0.0)
+        request = Request(
+            str(len(self._answers)),
+            [*repeat(1, given.num_prompt)],
+            params,
+            None,
+            block_hasher=lambda request: hashes[len(request.block_hashes) : request.num_tokens // BLOCK],
+        )
+        self._answers[request.request_id] = answer
+        self.scheduler.add_request(request)
+        return request
+
+    def serve_sessions(self, requests: Sequence[LoggedRequest], width: int = 1) -> None:
+        """Serve recorded sessions in order of arrival, as many requests at a time: of a conversation one, since the
+        next one continues its answer."""
+        waiting, running = [*requests], dict[Request, tuple[Any, int]]()
+        while waiting or running:
+            busy = {conversation for _, conversation in running.values()}
+            for given in [one for one in waiting[:AHEAD] if one.turn is not None]:
+                assert given.turn is not None
+                if len(running) < width and given.turn.conversation not in busy:
+                    busy.add(given.turn.conversation)
+                    waiting.remove(given)
+                    self.prompt_tokens += given.num_prompt
+                    request = self.add_logged(given)
+                    running[request] = request.prefill_stats, given.turn.conversation
+            for _ in range(50):
+                if self.step():
+                    break
+            else:
+                raise RuntimeError(f"{len(running)} requests do not run: {self.num_blocks} blocks are too few")
+            for request in [one for one in running if one.is_finished()]:
+                self.hit_tokens += running.pop(request)[0].num_cached_tokens
+                self.preemptions += request.num_preemptions
 
     def step(self) -> bool:
         """One step of all that run. Returns whether any did."""

@@ -3,6 +3,7 @@
 import inspect
 import random
 import re
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager  # noqa: E402
 
 import hybrid.vllm  # noqa: E402
+from hybrid.doctor.request import LoggedRequest, Turn  # noqa: E402
 from hybrid.errors import UnsupportedModelError  # noqa: E402
 from hybrid.vllm.queue import FreeBlocks  # noqa: E402
 from hybrid.vllm.report import StatsReporter  # noqa: E402
@@ -90,6 +92,34 @@ def test_many_at_once_under_a_small_pool(width: int, num_blocks: int, states_wit
     assert served.mirror is not None
     counts = served.mirror.counts
     assert counts.differing == 0 < counts.lookups
+
+
+def sessions(number: int, turns: int) -> list[LoggedRequest]:
+    """Turns of long sessions, a few of each after one another."""
+    draw, lengths, made = random.Random(11), [4000] * number, list[LoggedRequest]()
+    while len(made) < turns:
+        session = draw.randrange(number)
+        for _ in range(draw.randrange(1, 5)):
+            prompt = lengths[session] = lengths[session] + draw.randrange(300, 2500)
+            hashes = array("Q", [session << 40 | unit for unit in range(1, prompt // 16 + 9)])
+            made.append(LoggedRequest(hashes, prompt, prompt + 100, turn=Turn(session, session)))
+            lengths[session] += 100
+            if lengths[session] > 45_000:
+                lengths[session] = 4000
+    return made
+
+
+@pytest.mark.parametrize(("width", "least"), [(1, 3.0), (3, -0.5)])
+def test_long_sessions_hit_more_than_under_vllm_and_no_less_several_at_once(width: int, least: float) -> None:
+    hits, given = [], sessions(6, 150)
+    for options in (None, {}):
+        served = Served(240 * BLOCK_BYTES, options)
+        served.serve_sessions(given, width)
+        hits.append(100 * served.hit_tokens / served.prompt_tokens)
+    sound(served)
+    assert served.mirror is not None
+    assert served.mirror.counts.evicted["anchor"] > 0
+    assert hits[1] > hits[0] + least
 
 
 def test_aborted_requests_leave_nothing_behind() -> None:
