@@ -57,7 +57,7 @@ class SessionHints:
                     self._pinned.popitem(last=False)
 
     def of_session(self, session: str, hints: Hints, namespace: str, tenant: str | None) -> bool:
-        """A session goes on when it is said, or has ended. Returns whether it is known."""
+        """A session continues when it is said, or has ended. Returns whether it is known."""
         tenant = namespace if tenant is None else tenant
         name = tenant, namespace, session
         if hints.end_session or hints.release:

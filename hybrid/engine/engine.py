@@ -678,7 +678,7 @@ class Engine:
     def hint(
         self, session: str, hints: Hints, *, namespace: str = "", adapter: str | None = None, tenant: str | None = None
     ) -> bool:
-        """Say what is known of a session between its requests: when it goes on, or that it has ended.
+        """Say what is known of a session between its requests: when it continues, or that it has ended.
 
             engine.hint("s1", hybrid.Hints(expect_resume=30.0))  # its tool takes half a minute
             engine.hint("s1", hybrid.Hints(end_session=True))

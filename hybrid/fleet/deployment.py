@@ -111,7 +111,7 @@ def start(
 
 
 def stop(name: str, drain_seconds: float = 60.0) -> None:
-    """End a fleet, and Ray where it was started here; what else runs on a cluster that was joined goes on.
+    """End a fleet, and Ray where it was started here; what else runs on a cluster that was joined stays.
 
     Args:
         name: of the fleet.

@@ -1,5 +1,5 @@
-"""Every field that the server takes changes what it says, is refused by name, or is one of those that change nothing. The
-fields are those that the server asks for while the rows run: one without a row fails."""
+"""Every field that the server takes changes what it says, is refused by name, or is one of those that change nothing.
+The fields are those that the server asks for while the rows run: one without a row fails."""
 
 import re
 from collections.abc import Callable
