@@ -751,8 +751,8 @@ class HybridCache:
             self._hints.ended(key, hints, session, tenant)
 
     def hint_session(self, session: str, hints: Hints, *, namespace: str = "", tenant: str | None = None) -> bool:
-        """Note what a client knows of a session between its requests: when it continues (`expect_resume`), or that it has
-        ended. Returns whether the session is known."""
+        """Note what a client knows of a session between its requests: when it continues (`expect_resume`), or that it
+        has ended. Returns whether the session is known."""
         check_hints("hint_session", hints)
         with self.bookkeeping():
             return self._hints.of_session(session, hints, namespace, tenant)

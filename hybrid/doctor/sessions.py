@@ -157,7 +157,7 @@ class SessionLog:
         """A number for each prefix of whole blocks, and for all there is."""
         count, turn = ceil_div(request.num_tokens, self.block_size), request.turn
         session, known = self._sessions[turn.session], request.blocks[:count]
-        keys = np.arange(count, dtype=np.uint64) + np.uint64((request.number + 1) << 32)  # nobody else has these
+        keys = np.arange(count, dtype=np.uint64) + np.uint64((request.number + 1) << 32)  # no other request has these
         scope = 0 if session.is_global else (turn.session + 1) << 40
         keys[: len(known)] = known.astype(np.uint64) ^ np.uint64(1 << 63 | scope)
         is_own = np.ones(len(known), bool)

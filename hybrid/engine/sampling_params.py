@@ -94,8 +94,8 @@ class SamplingParams:
         pin_for: seconds for which the cached prefix of this request is not evicted (`math.inf`: until
             `Engine.unpin`); None: it is not pinned.
         session: name of the session that this request belongs to: hints may name it; None: it belongs to none.
-        hints: what is known of what this request will have left in the cache, `hybrid.Hints`: when its session continues,
-            or that it has ended; None: nothing.
+        hints: what is known of what this request will have left in the cache, `hybrid.Hints`: when its session
+            continues, or that it has ended; None: nothing.
         priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer
             than what else its tenant has there.
         tenant: who sends this request; None: its namespace.
