@@ -60,7 +60,7 @@ COMPILERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 
 def read(link: socket.socket, size: int) -> bytes:
-    """Read so many bytes; the process ends where the other side has closed."""
+    """Read a number of bytes; the process ends where the other side has closed."""
     found = bytearray()
     while len(found) < size:
         piece = link.recv(size - len(found), socket.MSG_WAITALL)

@@ -75,7 +75,7 @@ async def tree(server: Server, call: Call) -> None:
 
 def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> Snapshot:
     """What a tenant may see of the tree: the nodes of its namespace, without tokens. In place of salts, which
-    let in whoever knows them, it has their digests.
+    let in a caller that knows them, it has their digests.
 
     Args:
         secret: that keys them.

@@ -230,7 +230,7 @@ class Server:
         """Read a call's body, within the limits: beside the event loop, unless it is small.
 
         Args:
-            read: reads the fields of the body, and is told the model that it names.
+            read: reads the fields of the body, and gets the model that it names.
 
         Raises:
             HttpError: the body cannot be used, or it names another model.

@@ -56,7 +56,7 @@ class Sessions:
             self._expect(end, hints.expect_resume)
 
     def expect(self, session: Hashable, seconds: float) -> bool:
-        """A session continues after so many seconds. Returns whether it is known."""
+        """A session continues after a number of seconds. Returns whether it is known."""
         for node in reversed(self._states.get(session, {})):
             if node.parent is not None and node.slot is not None:
                 self._expect(node, seconds)
