@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -171,6 +172,22 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert count_right(tier, NUMBERS) < len(NUMBERS)
     assert (tmp_path / "elsewhere").exists()
     works(tier)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors", "..", ""])
+def test_names_that_climb_out_of_the_folder_are_not_followed(tmp_path: Path, name: str) -> None:
+    written(tmp_path / "a")
+    outside = tmp_path / "outside.safetensors"
+    file = segments(tmp_path / "a")[0]
+    content = file.read_bytes()
+    outside.write_bytes(content)
+    with closing(sqlite3.connect(tmp_path / "a" / "manifest.sqlite")) as manifest, manifest:
+        manifest.execute("UPDATE segments SET file = ? WHERE file = ?", (name, file.name))
+    tier = tier_at(tmp_path / "a")
+    assert 0 < count_right(tier, NUMBERS) < len(NUMBERS)
+    tier.clear()
+    works(tier)
+    assert outside.read_bytes() == content
 
 
 # Versions
