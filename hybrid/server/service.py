@@ -66,6 +66,9 @@ each byte of the longest text."""
 TURNS = 3
 """Threads in which calls of one tenant are read at once: half of those of an event loop where there are two cores."""
 
+MAX_LOGPROBS = 2**20
+"""Log-probabilities of one call, of about 100 bytes each."""
+
 Found = TypeVar("Found")
 
 
@@ -284,6 +287,7 @@ class Server:
 
         prompts, params, writer, is_stream, salt = await self.read(call, read_asked)
         self._check_number(len(prompts))
+        self._check_logprobs(len(prompts), params)
         namespace = tenant.namespace_of(salt)
         records = [
             RequestRecord(f"{writer.id}-{at}" if at else writer.id, tenant, call.path) for at in range(len(prompts))
@@ -324,6 +328,18 @@ class Server:
         if config.max_waiting is not None and num_prompts > config.max_num_seqs + config.max_waiting:
             text = f"a call may have {config.max_num_seqs + config.max_waiting} prompts here; got {num_prompts}"
             raise HttpError(400, text, "prompt", "too_many_prompts")
+
+    def _check_logprobs(self, num_prompts: int, params: SamplingParams) -> None:
+        """Refuse answers whose log-probabilities would fill the memory: an output has all of its answer's."""
+        if params.logprobs is None:
+            return
+        length = min(params.max_new_tokens, self.max_model_len)
+        wanted = num_prompts * params.n * length * (params.logprobs + 1)
+        if wanted > MAX_LOGPROBS:
+            text = f"a call may have {MAX_LOGPROBS} log-probabilities here, and this one asks for up to {wanted}: "
+            raise HttpError(
+                400, text + "send a smaller max_tokens, n or number of them", "logprobs", "too_many_logprobs"
+            )
 
     async def _stream(self, call: Call, streams: list[OutputStream], writer: Writer, reading: CallReader) -> None:
         await call.begin_events({"x-request-id": writer.id})
