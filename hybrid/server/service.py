@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import ClosedError
+from hybrid.errors import ClosedError, SamplingError
 from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
 from hybrid.prompts.thinking import Thinking
@@ -450,7 +450,8 @@ class CallReader:
         if output is None or output.finish_reason in (None, "abort"):
             raise failure_of(ClosedError())
         if output.finish_reason == "error":
-            raise HttpError(500, f"the request failed: {output.error}", code=output.error_code)
+            status = 400 if output.error_code == SamplingError.code else 500  # a form that cannot be followed
+            raise HttpError(status, f"the request failed: {output.error}", code=output.error_code)
         return output
 
 

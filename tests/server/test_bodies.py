@@ -51,6 +51,14 @@ def test_metrics_come_to_who_accepts_what_is_none(post: Poster, accept: str) -> 
     assert answer.status_code == 200 and "# HELP vllm:num_requests_running" in answer.text
 
 
+def test_a_form_that_fails_while_it_runs_is_the_fault_of_the_request(post: Poster) -> None:
+    schema = {"type": "object", "properties": {f"k{number}": {"type": "integer"} for number in range(900)}}
+    asked: dict[str, Any] = {"prompt": "a", "max_tokens": 40, "structured_outputs": {"json": schema}}
+    answer = post("/v1/completions", **asked)
+    assert answer.status_code == 400 and "structured" in answer.json()["error"]["message"]
+    assert '"invalid_request_error"' in post("/v1/completions", **asked, stream=True).text
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 

@@ -43,7 +43,7 @@ def largest(address: str, process: psutil.Process, seconds: float) -> int:
     found, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         found = max(found, process.memory_info().rss)
-        if not httpx.get(f"{address}/live").json()["live"]:
+        if not httpx.get(f"{address}/live", timeout=60).json()["live"]:
             break
         time.sleep(0.1)
     return found
