@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import hybrid.server.connections
 from hybrid import ArgumentError, CacheConfig
 from hybrid.server.connections import ConnectionLimits
-from hybrid.server.serving import with_files
+from hybrid.server.serving import OWN_FILES, with_files
 from hybrid.server.tenants import Caller
 from support.served import Poster, served
 
@@ -153,9 +153,9 @@ def test_connections_are_as_many_as_files_may_be_open(monkeypatch: pytest.Monkey
     wanted: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: wanted.append(pair))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
-    assert with_files(ConnectionLimits()) == ConnectionLimits() and wanted == [(1152, 4096)]
+    assert with_files(ConnectionLimits()) == ConnectionLimits() and wanted == [(1024 + OWN_FILES, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    assert with_files(ConnectionLimits()).connections == 128
+    assert with_files(ConnectionLimits()).connections == 256 - OWN_FILES
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     with pytest.raises(ArgumentError, match="ulimit"):
         with_files(ConnectionLimits())
