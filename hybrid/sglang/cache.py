@@ -4,6 +4,7 @@ eviction and admission, and how they are built."""
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -206,10 +207,10 @@ class StateComponent(MambaComponent):
         """Clean up as SGLang does, and forget a request that has ended."""
         if is_finished:
             self.tree_core.visits.leave(req.rid)
-            self._note_hints(req, insert_result)
+            self._note_hints(req)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
 
-    def _note_hints(self, req: Any, insert_result: Any) -> None:
+    def _note_hints(self, req: Any) -> None:
         """Do what a request that has ended says of what it leaves: `Req.kv_hints` and `Req.session_id`, which SGLang
         has from 0.5.23 on. There are no pins here: `retain` is left out."""
         envelope, name = getattr(req, "kv_hints", None), session_of(getattr(req, "session_id", None))
@@ -218,7 +219,10 @@ class StateComponent(MambaComponent):
         hints, ignored = hints_of(envelope) if envelope is not None else (NO_HINTS, ())
         note_ignored(ignored)
         core = self.tree_core
-        end = core.node_by_id(insert_result.last_device_node) if insert_result is not None else None
+        ids = array("q", [*req.origin_input_ids, *req.output_ids])
+        key = key_of_ids(ids, len(ids), core.page_size, req.extra_key, req.cache_salt)
+        found = core.tree.peek(key, len(key))
+        end = found.deepest if found.deepest is not None and found.deepest.end == found.num_page_tokens else None
         space = str(getattr(req, "extra_key", None)), str(getattr(req, "cache_salt", None))
         session = None if name is None else (*space, name)
         core.sessions.ended(session, end, hints)

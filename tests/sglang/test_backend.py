@@ -260,3 +260,21 @@ def test_a_request_counts_once_however_often_it_starts(served: Served) -> None:
     for _ in range(3):
         waiting.init_next_round_input(served.cache)
     assert served.cache.tree_core.node_by_id(node).usage.hits == 1
+
+
+def test_sglangs_own_envelope_of_hints_and_its_session_reach_the_tree() -> None:
+    kv_hints = pytest.importorskip("sglang.srt.managers.kv_hints", reason="this SGLang has no hints")
+    served = Served(Setting(tokens=4096, states=32))
+    action = {"action_id": "a", "action_type": "hybrid.end_session", "action_version": "1.0"}
+    envelope = kv_hints.decode_kv_hints_envelope({"protocol_version": "0.1", "message_id": "m", "actions": [action]})
+    for hints, released in ((None, False), (envelope, True)):
+        req = served.arrive(array("q", range(600)))
+        req.session_id, req.kv_hints = "s", hints
+        assert served.start(req)
+        served.prefill(req, 600)
+        served.decode(req, array("q", range(900, 910)))
+        served.finish(req)
+        core = served.cache.tree_core
+        assert all((node.usage.last_used == 0) is released for _, node in core.tree.nodes())
+        assert len(core.sessions) == (0 if released else 1)
+    assert not served.books()

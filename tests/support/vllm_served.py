@@ -126,11 +126,12 @@ class Served:
         answer: Sequence[int],
         priority: int = 0,
         options: dict[str, Any] | None = None,
+        **more: Any,
     ) -> Request:
-        """A request that waits. `options`: of the plugin."""
+        """A request that waits. `options`: of the plugin; `more`: of vLLM's request."""
         params = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True, temperature=0.0, extra_args=options)
         name = str(len(self._answers))
-        request = Request(name, [*prompt], params, None, block_hasher=self._hasher, priority=priority)
+        request = Request(name, [*prompt], params, None, block_hasher=self._hasher, priority=priority, **more)
         self._answers[request.request_id] = [*answer] or [7]
         self.scheduler.add_request(request)
         return request

@@ -320,3 +320,25 @@ def test_what_is_wrapped_has_the_parameters_that_are_known(method: Any) -> None:
 def test_the_queue_has_every_method_of_vllms() -> None:
     theirs = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
     assert theirs <= {name for name in dir(FreeBlocks) if not name.startswith("_")}
+
+
+def test_vllms_own_envelope_of_hints_and_its_session_reach_the_tree() -> None:
+    kv_hints = pytest.importorskip("vllm.v1.kv_hints", reason="this vLLM has no hints")
+
+    def envelope(name: str, **payload: Any) -> Any:
+        action = kv_hints.KvHintAction("a", name, "1.0", payload)
+        return kv_hints.KvHintsEnvelope("0.1", "m", [action])
+
+    served = Served(40 * BLOCK_BYTES, {})
+    retain = envelope("kv.retain", scope=None, directives=[{"start": 0, "end": None, "priority": 80, "duration": 60.0}])
+    served.add([5] * (2 * BLOCK + 9), [7], session_id="s", kv_hints=retain)
+    while served.step():
+        pass
+    assert served.mirror is not None
+    assert (len(served.mirror.pins), len(served.mirror.sessions)) == (1, 1)
+    served.add([5] * (2 * BLOCK + 9), [7], session_id="s", kv_hints=envelope("hybrid.end_session"))
+    while served.step():
+        pass
+    assert (len(served.mirror.pins), len(served.mirror.sessions)) == (0, 0)
+    assert all(node.usage.last_used == 0 for _, node in served.mirror.tree.nodes())
+    sound(served)
