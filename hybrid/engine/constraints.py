@@ -148,6 +148,11 @@ class Constraints:
         """Tell whether a row of the latest pass has no token because it was late."""
         return self._is_held
 
+    def end(self) -> None:
+        """The request has ended: nothing is asked any more."""
+        if self._matcher is not None:
+            self._matcher.end()
+
     def wait(self, seconds: float) -> None:
         """Wait for what is late."""
         if self._matcher is not None:

@@ -431,10 +431,15 @@ class Matcher:
         self.number: int = form.add()
         self.num_asked: int = 0
         self.was_late: bool = False
-        self._form = form
+        self._form: Form | None = form
         self._state = form.first
         self._after_drafts = form.first
-        weakref.finalize(self, form.drop, self.number)
+        self._drop = weakref.finalize(self, form.drop, self.number)
+
+    def end(self) -> None:
+        """The answer has ended: its form's process may end."""
+        self._drop()
+        self._form = None
 
     @property
     def is_complete(self) -> bool:
@@ -444,11 +449,12 @@ class Matcher:
     @property
     def is_late(self) -> bool:
         """Tell whether it is not known yet what may follow the answer."""
-        return self.num_asked > 0 and not self._form.take(self, wait=False)
+        return self.num_asked > 0 and self._form is not None and not self._form.take(self, wait=False)
 
     def wait(self, seconds: float) -> None:
         """Wait until it is known what may follow the answer, up to so long."""
-        self._form.wait(seconds)
+        if self._form is not None:
+            self._form.wait(seconds)
 
     def answered(self, what: int, state: State) -> None:
         """What was asked is known."""
@@ -480,11 +486,13 @@ class Matcher:
 
     def _wait(self) -> None:
         """Wait for what was asked, the first time that it is late."""
-        if not self._form.take(self, wait=not self.was_late and self._form.num_late < MAX_LATE):
+        form = self._form
+        if form is not None and not form.take(self, wait=not self.was_late and form.num_late < MAX_LATE):
             self.was_late = True
             raise LateError
 
     def _ask(self, what: int, value: int, more: bytes = b"") -> None:
+        assert self._form is not None
         self.num_asked += 1
         self._form.ask(self, what, value, more)
 

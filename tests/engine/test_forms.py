@@ -1,8 +1,10 @@
 """Forms of strangers: what one does to the library's code, and to its processes, costs the requests that have it."""
 
+import gc
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -156,6 +158,20 @@ def test_processes_are_as_many_as_may_be_and_end_with_their_answers(
     assert grammars.matcher({"regex": "b0"}, "").mask().any()  # one that is there
     del held
     assert grammars.matcher({"regex": "c"}, "").mask().any()
+
+
+def test_an_answer_that_has_ended_holds_no_form(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "MAX_FORMS", 3)
+    loaded = replace(tiny.loaded)  # with processes of its own
+    own = engine_on(tiny)
+    engine = Engine(loaded, own.cache, own.config)
+    params = [SamplingParams(structured={"regex": f"{n}[a-f]+"}, max_new_tokens=2, n=1 + n % 2) for n in range(7)]
+    gc.disable()  # requests are in circles
+    try:
+        found = [answer(engine, ids(20), one).finish_reason for one in params]
+    finally:
+        gc.enable()
+    assert found == ["length"] * 7
 
 
 def test_forms_are_compiled_by_several_threads(processes: FormProcesses) -> None:
