@@ -3,6 +3,7 @@
 import argparse
 import re
 import runpy
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -217,3 +218,25 @@ def test_the_table_of_models_has_every_model_type_that_is_tested() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.+?`) \| .* \| tested, fp32 \| tested, all three dtypes \|", page, re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
+
+
+def typed(path: Path) -> list[list[str]]:
+    """The words of each command of ours in the blocks of a page, whole: lines that go on behind a backslash are one."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for block in re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    parts = [part.split("#")[0].strip() for line in lines for part in re.split(r"&&|\||;", line)]
+    return [shlex.split(part)[1:] for part in parts if re.match(r"(\$ )?hybrid [a-z]", part)]
+
+
+def test_commands_in_blocks_are_parsed_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    from hybrid.commands.main import make_parser
+
+    parser, seen = make_parser(), 0
+    for path in DOCUMENTS:
+        for words in typed(path):
+            try:
+                parser.parse_args(words)
+            except SystemExit:
+                pytest.fail(f"{path.name}: {words}: {capsys.readouterr().err}")
+            seen += 1
+    assert seen >= 5

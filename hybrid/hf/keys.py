@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from hybrid import checks
-from hybrid.key import TOKEN_BYTES, UNSHARED, Key, check_namespace, hash_ids, joined
+from hybrid.key import TOKEN_BYTES, UNSHARED, Key, Unit, check_namespace, hash_ids, joined
 from hybrid.prompts.images import Media
 
 MIN_SEGMENT = 8
@@ -31,6 +33,10 @@ MAX_CHUNK_SIZE = 4096
 MIN_TAIL = 16
 """Fewer tokens between the end of a turn and the end of a prompt, such as those with which an answer begins, are not
 worth a pass of their own."""
+
+
+NUM_KNOWN = 4
+"""Keys that are remembered: of the tokens of the latest calls."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,12 @@ class Segments:
 
     chunk_size: int
     turn_ends: frozenset[int] = frozenset()
+    _made: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks.integer("PrefixCache: chunk_size in deterministic mode", self.chunk_size, MIN_SEGMENT, MAX_CHUNK_SIZE)
+        # a call asks several times for the key of its prompt, and of that with its answer
+        object.__setattr__(self, "_made", lru_cache(maxsize=NUM_KNOWN)(self._make))
 
     @property
     def min_turn(self) -> int:
@@ -61,7 +70,10 @@ class Segments:
         tokens = np.asarray(ids, dtype=np.int32)
         cuts: list[int] = []
         last = 0
-        for end in (np.flatnonzero(np.isin(tokens, [*self.turn_ends])) + 1).tolist():
+        is_end = np.zeros(len(tokens), dtype=bool)
+        for token in self.turn_ends:
+            is_end |= tokens == token
+        for end in (np.flatnonzero(is_end) + 1).tolist():
             cuts += range(last + self.chunk_size, end + 1, self.chunk_size)
             last = cuts[-1] if cuts else 0
             if end - last >= self.min_turn:
@@ -76,11 +88,13 @@ class Segments:
         A segment in which an image begins or ends is one unit with it.
         """
         check_namespace(namespace)
-        tokens = array("i", ids)
-        ends = [0, *self.cuts(tokens), UNSHARED]
-        units = () if media is None else media.units
+        key: Key = self._made(array("i", ids).tobytes(), namespace, () if media is None else tuple(media.units))
+        return key
+
+    def _make(self, tokens: bytes, namespace: str, units: tuple[Unit, ...]) -> Key:
+        words = bytearray(tokens)
+        ends = [0, *self.cuts(np.frombuffer(tokens, dtype=np.int32)), UNSHARED]
         spans = joined([*pairwise(ends), *((unit.start, unit.end) for unit in units)])
-        words = bytearray(tokens.tobytes())
         for start, end in spans[:-1]:
             content = b"".join(
                 b"%d %d %d " % (unit.start - start, unit.end - start, len(unit.content)) + unit.content
