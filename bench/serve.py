@@ -90,6 +90,8 @@ def besides() -> dict[str, tuple[str, bytes]]:
     """What arrives beside streams, by its name: a path and a body."""
     from PIL import Image
 
+    from support.large_bodies import large_bodies
+
     message = {"role": "user", "content": "The with statement"}
     chat = {"model": "tiny", "messages": [message], "max_tokens": 1}
     fields = {f"field{n}": {"type": "string", "maxLength": 20} for n in range(300)}
@@ -113,7 +115,9 @@ def besides() -> dict[str, tuple[str, bytes]]:
         "8000 x 8000 pixels": ("/v1/chat/completions", about(Image.new("RGB", (8000, 8000), (9, 9, 9)), 6)),
         "an image of 45 MB": ("/v1/chat/completions", about(noise, 0)),
     }
-    return {name: (path, json.dumps(body).encode()) for name, (path, body) in found.items()}
+    largest = large_bodies(8 * 2**20, 2**18)
+    read = {name: (path, body) for name, path, body in largest if "what it takes" in name or "unknown name" in name}
+    return {name: (path, json.dumps(body).encode()) for name, (path, body) in found.items()} | read
 
 
 async def beside(port: int, run: int, path: str, body: bytes, args: argparse.Namespace) -> float:
@@ -222,5 +226,5 @@ def settle(process: psutil.Process) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
     main()
