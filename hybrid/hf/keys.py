@@ -93,7 +93,7 @@ class Segments:
 
     def _make(self, tokens: bytes, namespace: str, units: tuple[Unit, ...]) -> Key:
         words = bytearray(tokens)
-        ends = [0, *self.cuts(np.frombuffer(tokens, dtype=np.int32)), UNSHARED]
+        ends = [0, *self.cuts(array("i", tokens)), UNSHARED]
         spans = joined([*pairwise(ends), *((unit.start, unit.end) for unit in units)])
         for start, end in spans[:-1]:
             content = b"".join(
