@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from hybrid.errors import SamplingError
 from hybrid.prompts.answer_parser import CALLS, JSON_CALLS, XML_CALLS, Template, Tool
+
+WRITTEN: dict[str, Any] = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""How JSON is written in calls: as chat templates write it."""
 
 
 def call_grammar(template: Template, tools: Sequence[Tool], name: str | None) -> str:
@@ -50,31 +54,32 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_schema(name: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a call: the name of its tool, and arguments that have a schema."""
+    """The schema of a call: the name of its tool, and arguments that have a schema, whose references stay within it."""
+    own = {"$id": f"urn:tool:{quote(str(name), safe='')}", **arguments}
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
+        "properties": {"name": {"const": name}, "arguments": own},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
 def _json_call(function: Mapping[str, Any]) -> str:
-    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return f"%json {json.dumps(call_schema(function.get('name'), _schema(function)) | {'x-guidance': options})}"
+    return f"%json {json.dumps(call_schema(function.get('name'), _schema(function)) | WRITTEN)}"
 
 
 def _xml_call(function: Mapping[str, Any]) -> str:
     schema = _schema(function)
     required = schema.get("required") or []
+    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = [f'"<function={function.get("name")}>\\n"']
     for key, value in (schema.get("properties") or {}).items():
-        part = f'"<parameter={key}>\\n" {_value(value)}'
+        part = f'"<parameter={key}>\\n" {_value(value, defined)}'
         parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, '"</function>"'])
 
 
-def _value(schema: Any) -> str:
+def _value(schema: Any, defined: Mapping[str, Any]) -> str:
     """A parameter's value and the mark after it: a text as it is, without the beginning of a mark; anything else as
     JSON. A text and its mark are one terminal: where they were two, a line end of the text could not begin the mark."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
@@ -83,4 +88,4 @@ def _value(schema: Any) -> str:
         return f'({choices}) "\\n</parameter>\\n"'
     if kind in (None, "string"):
         return "/([^<\\n]|\\n+[^<\\n]|\\n*<[^\\/])*\\n+<\\/parameter>\\n/"
-    return f'%json {json.dumps(schema)} "\\n</parameter>\\n"'
+    return f'%json {json.dumps({**defined, **schema, **WRITTEN})} "\\n</parameter>\\n"'

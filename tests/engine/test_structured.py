@@ -241,6 +241,27 @@ def test_a_forced_call_is_one_with_typed_arguments(tiny: Engine, monkeypatch: py
         assert isinstance(call.arguments["a"], int)
 
 
+def test_references_of_a_tool_are_within_its_own_schema(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tool(name: str, number: int) -> Any:
+        closed = {"additionalProperties": False}
+        number_of = {"type": "object", "properties": {"n": {"const": number}}, "required": ["n"], **closed}
+        item = {"$ref": "#/$defs/Item"}
+        items = {"type": "array", "items": item, "minItems": 1, "maxItems": 1}
+        own = {"properties": {"items": items}, "required": ["items"], "$defs": {"Item": number_of}, **closed}
+        return {"type": "function", "function": {"name": name, "parameters": own}}
+
+    chat = {**CHAT, "tools": [tool("one", 1), tool("the other", 2)]}
+    for template in (THINKS, THINKS.replace("<function=", "")):
+        monkeypatch.setattr(tiny.tokenizer, "chat_template", template.replace("<think>\n", ""))
+        for name, number in (("one", 1), ("the other", 2)):
+            params = SamplingParams(max_new_tokens=200, tool_choice=name, parse_response=True, seed=2, temperature=0.5)
+            (call,) = answer(engine_on(tiny), chat, params).tool_calls
+            assert call.name == name
+            assert [item["n"] for item in call.arguments["items"]] == [number]
+    anywhere = SamplingParams(max_new_tokens=1, tool_choice="required")
+    assert answer(engine_on(tiny), chat, anywhere).error is None
+
+
 def test_tool_choices_that_cannot_be_are_refused(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny.tokenizer, "chat_template", THINKS)
     engine = engine_on(tiny)
