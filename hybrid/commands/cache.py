@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.checkpoints import TOLERANCES
-from hybrid.commands.commands import Outcome
+from hybrid.commands.commands import Outcome, refuse_given
 from hybrid.engine.adapters import split_namespace
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
@@ -261,6 +261,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         raise ArgumentError("hybrid cache: --fix drops wrong copies of a disk tier: it needs 'check' and its folder")
     if args.dtype is not None and (is_folder or args.action == "show"):
         raise ArgumentError("hybrid cache: --dtype is the type that a file is computed again in: it needs 'check'")
+    if is_folder or args.action == "show":
+        refuse_given(args, "a model runs only where a file is checked", model="tiny")
     if is_folder:
         return show_folder(path, console) if args.action == "show" else check_copies(path, args.fix, console)
     archive = read_archive(args.file)

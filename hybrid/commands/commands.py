@@ -146,6 +146,21 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"it must be a positive number of seconds, such as 20 or 0.5; got {text!r:.100}")
 
 
+def refuse_given(args: argparse.Namespace, why: str, **defaults: object) -> None:
+    """Refuse options that would do nothing.
+
+    Args:
+        why: they would.
+        defaults: by the names of the options.
+
+    Raises:
+        ArgumentError: one has another value than its default.
+    """
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            raise ArgumentError(f"--{name.replace('_', '-')} does nothing here: {why}; leave it out")
+
+
 def check_encoding(arguments: Sequence[str]) -> None:
     """Check that arguments are texts: bytes of the command line that are not UTF-8 arrive as lone surrogates.
 

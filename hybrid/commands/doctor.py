@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from hybrid.commands.commands import API_KEY, Outcome
+from hybrid.commands.commands import API_KEY, Outcome, refuse_given
 from hybrid.doctor.replay import replay
 from hybrid.doctor.sessions import MAX_PAUSE
 from hybrid.doctor.sizes import Sizes
@@ -26,6 +26,30 @@ from hybrid.prompts.encode import load_tokenizer
 MODEL = "32768,51511296"
 """Sizes of a Qwen3.5 with 4B parameters in bfloat16."""
 
+OF_REPLAYS: dict[str, object] = {
+    "model": None,
+    "dtype": None,
+    "memory": None,
+    "engine": None,
+    "block_size": None,
+    "models": False,
+    "concurrency": None,
+    "prefill_rate": None,
+    "decode_rate": None,
+}
+"""Options of a replay, and their defaults."""
+
+OF_REPORTS: dict[str, object] = {
+    "no_cures": False,
+    "price": None,
+    "users": None,
+    "gap": None,
+    "max_pause": MAX_PAUSE,
+}
+"""Options of a report, which `watch` does not make."""
+
+OF_WATCH: dict[str, object] = {"within": 5.0, "api_key": None}
+
 KEEPS = (
     "kept: which prompts share which beginnings (a salted hash of each 16 tokens and all before them), numbers of "
     "tokens, times since the first request, and hashes of namespaces; nothing else, and the salt is thrown away"
@@ -37,6 +61,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     first, *rest = args.traffic
     if first == "watch":
         return _watch(args, console, rest)
+    refuse_given(args, "it is of hybrid doctor watch", **OF_WATCH)
     if args.out is not None and not Path(args.out).parent.is_dir():
         raise ArgumentError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it first")
     template = Template(_tokenizer(args.tokenizer))
@@ -107,6 +132,7 @@ def _write(path: str, write: Callable[[str], object]) -> None:
 
 def _anonymize(args: argparse.Namespace, console: Console, template: Template, names: list[str]) -> Outcome:
     """Write hashes of a file of traffic."""
+    refuse_given(args, "anonymize replays nothing", **OF_REPLAYS, **OF_REPORTS)
     if len(names) != 1:
         raise ArgumentError("hybrid doctor anonymize FILE --out HASHES: give one file of traffic")
     path = Path(names[0])
@@ -130,6 +156,9 @@ def _watch(args: argparse.Namespace, console: Console, rest: list[str]) -> Outco
     """Read a running server's figures, and compare them with what a replay of its traffic predicts."""
     if not rest:
         raise ArgumentError("hybrid doctor watch URL [TRAFFIC]: give the address of a server, http://localhost:8000")
+    refuse_given(args, "watch makes no report", out=None, **OF_REPORTS)
+    if len(rest) == 1:
+        refuse_given(args, "watch replays traffic where it is given", tokenizer=None, within=5.0, **OF_REPLAYS)
     figures = watch(rest[0], args.api_key or os.environ.get(API_KEY))
     console.print(str(figures), markup=False, soft_wrap=True)
     result = {"engine": figures.engine, "prompt_tokens": figures.num_tokens, "hit_tokens": figures.hit_tokens}

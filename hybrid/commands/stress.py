@@ -31,7 +31,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.tiers import COMPUTE
 from hybrid.commands.checkpoints import check_checkpoints, key_of
-from hybrid.commands.commands import Outcome
+from hybrid.commands.commands import Outcome, refuse_given
 from hybrid.commands.faults import (
     Alarm,
     FaultCounts,
@@ -625,6 +625,8 @@ def run_stress(
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the stress test, and print its report."""
+    if args.no_model:
+        refuse_given(args, "--no-model runs a model of arithmetic", model="tiny", dtype="float32")
     report = run_stress(
         None if args.no_model else args.model,
         args.seed,

@@ -180,6 +180,8 @@ OTHERS = (
     Refusal("cache show {folder} --fix", "--fix drops wrong copies of a disk tier"),
     Refusal("cache show {saved} --dtype float32", "--dtype is the type that a file is computed again in"),
     Refusal("cache check {folder} --dtype float32", "--dtype is the type that a file is computed again in"),
+    Refusal("cache show {saved} --model {folder}", "--model does nothing here"),
+    Refusal("stress --no-model --dtype bfloat16", "--dtype does nothing here"),
     Run("models", lambda shown, engine: len(shown["models"]) > 10),
     Run("models tiny", lambda shown, engine: len(shown["models"]) == 1),
     Run("stress --no-model --no-signals --operations 30 --seed 3 --audit-every 5 --seconds 60"),
@@ -207,6 +209,11 @@ OTHERS = (
         lambda shown, engine: shown["engine"] == "hybrid",
     ),
     Run("doctor anonymize {log} --out {page}", lambda shown, engine: shown["requests"] == 2),
+    Refusal("doctor anonymize {log} --memory 1GiB", "--memory does nothing here"),
+    Refusal("doctor anonymize {log} --gap 5", "--gap does nothing here"),
+    Refusal("doctor watch {server} --memory 1GiB", "--memory does nothing here"),
+    Refusal("doctor watch {server} {log} --price 2", "--price does nothing here"),
+    Refusal("doctor {log} --api-key key", "--api-key does nothing here"),
 )
 
 
