@@ -22,6 +22,9 @@ from hybrid.units import byte_count
 MAX_AHEAD = 16
 """Requests that a connection may have sent before the first of them is answered."""
 
+ONCE = {b"host", b"origin", b"authorization", b"x-api-key"}
+"""Headers that a request has once: of two values who stands before this server may have checked the other one."""
+
 LINGER_SECONDS = 5.0
 """Seconds in which what a client still sends is dropped after its request was refused: until it has sent it, most
 clients read no answer."""
@@ -110,6 +113,10 @@ class _TooMuchError(Exception):
     """Ends the parsing of what a client sends."""
 
 
+class _AmbiguousError(Exception):
+    """Ends the parsing of a request that may mean two things."""
+
+
 class Connection(HttpToolsProtocol):
     """One connection. For what is not here see uvicorn's `HttpToolsProtocol`.
 
@@ -176,6 +183,11 @@ class Connection(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._all.limits.headers:
             raise _TooMuchError
+        if not self._is_in_head:  # a trailer: who reads headers before the body is to find all that count
+            return
+        name = name.lower()
+        if name in ONCE and any(known == name for known, _ in self.headers):
+            raise _AmbiguousError
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

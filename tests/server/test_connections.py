@@ -94,6 +94,23 @@ def test_what_is_no_request_is_refused(address: str) -> None:
     assert answer(address, b"GET http://[ HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
+def test_a_request_has_one_key_and_one_host_which_stand_before_its_body(address: str) -> None:
+    models = b"/v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    key, other = b"authorization: Bearer k\r\n", b"Authorization: Bearer other\r\n"
+    assert answer(address, b"GET " + models + key + b"\r\n").startswith(b"HTTP/1.1 200")
+    for twice in (key + other, other + key, key + b"Host: y\r\n"):
+        assert answer(address, b"GET " + models + twice + b"\r\n").startswith(b"HTTP/1.1 400")
+    body = b"0\r\n%s\r\n"
+    chunked = b"transfer-encoding: chunked\r\n\r\n"
+    assert answer(address, b"GET " + models + key + chunked, body % other).startswith(b"HTTP/1.1 200")
+    text = b'{"tokens":[1]}'
+    post = b"POST /detokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    last = b"%x\r\n%s\r\n" % (len(text), text) + body
+    assert answer(address, post + key + chunked + last % b"x: y\r\n").startswith(b"HTTP/1.1 200")
+    assert answer(address, post + key + chunked + last % other).startswith(b"HTTP/1.1 200")
+    assert answer(address, post + chunked + last % key).startswith(b"HTTP/1.1 401")
+
+
 def test_half_sent_heads_keep_nobody_out(address: str) -> None:
     with ExitStack() as stack:
         for _ in range(60):
