@@ -71,7 +71,7 @@ def _json_call(function: Mapping[str, Any]) -> str:
 def _xml_call(function: Mapping[str, Any]) -> str:
     schema = _schema(function)
     required = schema.get("required") or []
-    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    defined: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = [f'"<function={function.get("name")}>\\n"']
     for key, value in (schema.get("properties") or {}).items():
         part = f'"<parameter={key}>\\n" {_value(value, defined)}'
