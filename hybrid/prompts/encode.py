@@ -517,7 +517,7 @@ def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
 
     Raises:
         PromptError: an image is an address or a path. Nothing here opens addresses or files that are named in a prompt,
-            which may come from an untrusted client. Or there are more messages than a prompt has tokens.
+            which may come from an untrusted client. Or there is more than a prompt has room for.
     """
     messages = _messages_of(prompt)
     if messages is None:
@@ -525,6 +525,7 @@ def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
     limits.check_tokens(len(messages))  # each becomes a token or more
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     limits.check_tokens(sum(len(content) for content in contents if isinstance(content, list)))
+    limits.check_text(chat.num_characters(messages, limits.max_text_bytes))  # before texts are read as JSON
     contents = [message.get("content") for message in chat.checked(messages)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part["image"] for part in parts if part["type"] == "image"]

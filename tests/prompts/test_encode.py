@@ -18,6 +18,7 @@ from hybrid.prompts.encode import (
     PromptLimits,
     as_prompts,
     encode,
+    images_of,
     load_tokenizer,
 )
 from hybrid.prompts.images import Image, ImagePrompt
@@ -162,6 +163,14 @@ def test_bytes_count_and_not_characters(tokenizer: Any) -> None:
     assert encode(tokenizer, "日本語", limits)
     with pytest.raises(PromptError, match="10 bytes"):
         encode(tokenizer, "日本語a", limits)
+
+
+def test_arguments_of_a_call_that_are_too_long_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" + "{}," * 20 + "0]"}}
+    messages = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    monkeypatch.setattr("hybrid.prompts.messages.json.loads", never)
+    with pytest.raises(PromptError, match="bytes or more, and this engine takes up to 40"):
+        images_of(messages, PromptLimits(max_text_bytes=40))
 
 
 def test_a_text_that_a_chat_template_makes_long_is_refused(tokenizer: Any) -> None:
