@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_the_cache_inside_transformers(load: Callable[..., ModuleType], tmp_path
     hf = load("hf", TURN=300, ANSWER=3, SHORT=8, COLD=(64,))
     sides = hf.Sides(load("model").save_random_model(tmp_path))
     assert_every_line_is_measured(hf.measure(sides, 2), 11)
+
+
+def test_short_turns_of_small_models_inside_transformers(load: Callable[..., ModuleType]) -> None:
+    hf = load("hf", SHORT=20, CACHED=128, NEW=64, FOLLOWING=3, FEW=2)
+    lines = hf.of_small_models(Namespace(threads=1, runs=1))
+    assert_every_line_is_measured(lines, 12)
+    assert len({line.part for line in lines}) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
