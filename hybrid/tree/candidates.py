@@ -270,7 +270,7 @@ class Candidates:
 
     def came_between(self, node: Node) -> None:
         """Look at the anchors above and below a checkpoint again that has come."""
-        if not any(queues.kept for queues in self._all):
+        if not self._spacing or not any(queues.kept for queues in self._all):
             return
         if (above := node.checkpoint_above()) is not None:
             self.not_kept(above)
@@ -491,7 +491,7 @@ class Candidates:
 def is_anchor(node: Node, spacing: int) -> bool:
     """Return whether one path alone continues from a checkpoint, and those before and after it would be more than
     `spacing` pages apart without it: it is what is left of the path when that is trimmed from its end."""
-    if not spacing or len(node.children) > 1 or not (node.children or node.page_locks):
+    if len(node.children) > 1 or not (node.children or node.page_locks):
         return False
     run = node.run
     after = bisect_right(run.stored, node.end, key=end_of)
@@ -590,7 +590,7 @@ class Queues(NamedTuple):
         if tail is None or not self.tails_first:
             others = self.leaves if kind == LEAVES else self.checkpoints
             found = others.peek()
-            while found is not None and is_anchor(found[1], self.spacing):
+            while found is not None and self.spacing and is_anchor(found[1], self.spacing):
                 others.pop(found[1])
                 self.kept[found[1]] = None
                 found = others.peek()

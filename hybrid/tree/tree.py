@@ -728,7 +728,7 @@ class Tree:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
         self._evict_from(node, num_pages, released)
         if self.guard is not None:
-            self.guard.evicted(self.num_pages, self.num_checkpoints)
+            self.guard.evicted(self.forest.num_pages, self.forest.num_checkpoints)
 
     def _evict_from(self, node: Node, num_pages: int, released: Released) -> None:
         if self._pools.whole_edges and not node.children and not node.page_locks:
@@ -758,8 +758,9 @@ class Tree:
     def _remove(self, leaf: Node, released: Released) -> None:
         node, used_at, last_used, expected_at = leaf, 0, 0, 0
         while True:
-            used_at, last_used = max(used_at, node.usage.used_at), max(last_used, node.usage.last_used)
-            expected_at = max(expected_at, node.usage.expected_at)
+            if self._spacing:
+                used_at, last_used = max(used_at, node.usage.used_at), max(last_used, node.usage.last_used)
+                expected_at = max(expected_at, node.usage.expected_at)
             if node.slot is not None:
                 self._drop_checkpoint(node, released)
             self._remember(node, 0)

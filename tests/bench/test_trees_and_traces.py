@@ -67,8 +67,8 @@ def test_a_request_of_the_mixed_trace_costs_a_bounded_number_of_calls(monkeypatc
 
 
 def test_lhd_makes_less_than_twice_the_calls_that_lru_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 384 states, of which an eviction looks at a sample. The bound is lower than two: the arithmetic of the
-    tables is more than its calls."""
+    """With 384 states, of which an eviction looks at a sample, and the guard, a tenth of the calls. The bound is lower than
+    two: the arithmetic of the tables is more than its calls."""
     operations, calls = operations_of(monkeypatch), {}
     trace = operations.make_trace(requests=1200)
     for policy in ("lru", "lhd"):
@@ -78,7 +78,7 @@ def test_lhd_makes_less_than_twice_the_calls_that_lru_makes(monkeypatch: pytest.
         for ids in trace[:700]:
             run.request(ids)
         calls[policy] = calls_of(partial(deque, map(run.request, trace[700:1000]), 0))
-    assert calls["lru"] < calls["lhd"] < 1.8 * calls["lru"]
+    assert calls["lru"] < calls["lhd"] < 1.95 * calls["lru"]
 
 
 def test_a_trace_of_mixed_operations_has_conversations_of_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
