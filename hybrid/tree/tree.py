@@ -726,11 +726,6 @@ class Tree:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
-        self._evict_from(node, num_pages, released)
-        if self.guard is not None:
-            self.guard.evicted(self.forest.num_pages, self.forest.num_checkpoints)
-
-    def _evict_from(self, node: Node, num_pages: int, released: Released) -> None:
         if self._pools.whole_edges and not node.children and not node.page_locks:
             num_pages = node.num_pages
         try:
@@ -754,6 +749,8 @@ class Tree:
         except BaseException:
             self.candidates.enter(node)
             raise
+        if self.guard is not None:
+            self.guard.evicted(self.forest.num_pages, self.forest.num_checkpoints)
 
     def _remove(self, leaf: Node, released: Released) -> None:
         node, used_at, last_used, expected_at = leaf, 0, 0, 0

@@ -67,8 +67,8 @@ def test_a_request_of_the_mixed_trace_costs_a_bounded_number_of_calls(monkeypatc
 
 
 def test_lhd_makes_less_than_twice_the_calls_that_lru_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 384 states, of which an eviction looks at a sample, and the guard, a tenth of the calls. The bound is lower than
-    two: the arithmetic of the tables is more than its calls."""
+    """With 384 states, of which an eviction looks at a sample, and the guard, a tenth of the calls. The bound is lower
+    than two: the arithmetic of the tables is more than its calls."""
     operations, calls = operations_of(monkeypatch), {}
     trace = operations.make_trace(requests=1200)
     for policy in ("lru", "lhd"):
