@@ -1,13 +1,15 @@
 """The examples in the documents are run here, as they stand there."""
 
 import argparse
+import inspect
 import re
 import runpy
-import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+import hybrid
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -74,8 +76,6 @@ def test_commands_that_the_documents_show_have_these_options() -> None:
 
 
 def test_the_page_on_errors_has_every_public_one() -> None:
-    import hybrid
-
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     things = {name: getattr(hybrid, name) for name in hybrid.__all__}
     errors = [name for name, thing in things.items() if isinstance(thing, type) and issubclass(thing, Exception)]
@@ -166,13 +166,6 @@ def test_the_help_names_the_default_that_an_option_has(command: str) -> None:
             assert named[1] == default, f"hybrid {command} {action.option_strings}: {action.help}"
 
 
-def test_the_page_of_the_server_has_the_defaults_of_its_options() -> None:
-    defaults = {action.option_strings[0]: action.default for action in options_of("serve") if action.option_strings}
-    found = dict(re.findall(r"`(--[\w-]+)` \((?:[a-z ]*)(\d+)\b", text_of("docs/server.md")))
-    found |= {"--max-tokens": re.findall(r"`--max-tokens` tokens \((\d+)", text_of("docs/server.md"))[0]}
-    assert len(found) >= 3 and {name: str(defaults[name]) for name in found} == found
-
-
 def test_what_the_documents_say_is_not_there_is_not_there() -> None:
     from hybrid import SamplingParams
     from hybrid.commands.main import COMMANDS
@@ -220,23 +213,193 @@ def test_the_table_of_models_has_every_model_type_that_is_tested() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
 
 
-def typed(path: Path) -> list[list[str]]:
-    """The words of each command of ours in the blocks of a page, whole: lines that go on behind a backslash are one."""
-    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [line for block in re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    parts = [part.split("#")[0].strip() for line in lines for part in re.split(r"&&|\||;", line)]
-    return [shlex.split(part)[1:] for part in parts if re.match(r"(\$ )?hybrid [a-z]", part)]
+def defaults_of(name: str, page: str) -> list[object]:
+    """The defaults of an option of a command, or of the fields of classes of settings that have a name.
+
+    Raises:
+        KeyError: there is no such option.
+    """
+    from hybrid import CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, TenantConfig
+    from hybrid.sglang.options import Options
+    from hybrid.vllm.options import VllmOptions
+
+    if name.startswith("--"):
+        actions = options_of("doctor" if page == "doctor.md" else "serve")
+        return [{option: action.default for action in actions for option in action.option_strings}[name]]
+    plugin = {"vllm.md": VllmOptions, "sglang.md": Options}.get(page)
+    general = (CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, TenantConfig)
+    kinds = general if plugin is None else (plugin,)
+    return [field.default for kind in kinds for field in fields(kind) if field.name == name]
 
 
-def test_commands_in_blocks_are_parsed_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
-    from hybrid.commands.main import make_parser
+def said(text: str) -> object:
+    """A value as a document writes it."""
+    text = re.sub(r"(\d) ([KMG]iB)$", r"\1\2", text.strip('`"'))
+    text = re.sub(r" (per\s+second|s)$", "", text).replace(",", "")
+    known: dict[str, object] = {"true": True, "false": False, "None": None, "none": None}
+    return known[text] if text in known else float(text) if re.fullmatch(r"[\d.]+", text) else text
 
-    parser, seen = make_parser(), 0
+
+NO_DEFAULTS = {
+    ("server.md", "--max-body"): "the name that nginx has for it",
+    ("doctor.md", "--prefill-rate"): "checked below, as its parser has none",
+    ("doctor.md", "--decode-rate"): "checked below, as its parser has none",
+    ("migrating.md", "bad_words"): "the type of its values",
+    ("vllm.md", "hybrid_end_session"): "the value that is given",
+    ("vllm.md", "hybrid_expect_resume"): "the type of its values",
+    ("eviction.md", "expect_resume"): "the type of its values",
+}
+"""Names with something else in brackets behind them."""
+
+
+def test_a_value_in_brackets_behind_the_name_of_a_setting_is_its_default() -> None:
+    """As in: `max_num_seqs` (32)."""
+    checked = set()
     for path in DOCUMENTS:
-        for words in typed(path):
-            try:
-                parser.parse_args(words)
-            except SystemExit:
-                pytest.fail(f"{path.name}: {words}: {capsys.readouterr().err}")
-            seen += 1
-    assert seen >= 5
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for name, value in re.findall(
+            r"`(--[\w-]+|[a-z]\w*)` \((?:default:? )?(`?\"?[\w.,]+\"?`?(?: per\s+second| s| [KMG]iB)?)\)", text
+        ):
+            known = [] if (path.name, name) in NO_DEFAULTS else defaults_of(name, path.name)
+            if known:  # else it is the name of something else
+                assert said(value) in known, f"{path.name}: {name} is said to be {value} by default"
+                checked.add((path.name, name))
+    assert {page for page, _ in checked} == {"doctor.md", "server.md", "serving.md", "vllm.md", "sglang.md"} and len(
+        checked
+    ) >= 15
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "name"),
+    [
+        ("docs/eviction.md", r"\| `(\w+)` \(default\) \| the fewest expected hits", "eviction"),
+        ("docs/eviction.md", r"\| `(\w+)` \(default\), `lfu`", "eviction"),
+        ("docs/eviction.md", r"\| `(\w+)` \(default\) \| 49", "state_dtype"),
+        ("docs/eviction.md", r"\| `(\w+)` \(default\) \| 512 bytes", "kv_dtype"),
+        ("docs/speculation.md", r"\| `(\w+)` \(default\) \| nothing", None),
+        ("README.md", r"`(\w+)`, the default\*\*", "eviction"),
+        ("docs/migrating.md", r"the default policy learns \(`(\w+)`\)", "eviction"),
+    ],
+)
+def test_what_a_page_calls_the_default_is_it(page: str, before: str, name: str | None) -> None:
+    [value] = re.findall(before, text_of(page))
+    if name is None:
+        assert inspect.signature(hybrid.Engine.from_pretrained).parameters["speculation"].default is None
+        assert value == "None"
+    else:
+        assert defaults_of(name, page.removeprefix("docs/")) == [said(value)]
+
+
+def test_the_placement_that_is_called_the_default_is_it() -> None:
+    [value] = re.findall(r"the default \(`([\w,]+)`\)", text_of("docs/eviction.md"))
+    assert tuple(value.split(",")) == hybrid.CacheConfig().placement
+    rows = re.findall(
+        r"^\| `(\w+)`", (ROOT / "docs/eviction.md").read_text().split("all by default:")[1].split("\n\n")[1], re.M
+    )
+    assert set(rows) == set(hybrid.CacheConfig().placement)
+
+
+def test_other_sentences_that_name_a_default_hold() -> None:
+    [tokens] = re.findall(r"`--max-tokens` tokens \((\d+)", text_of("docs/server.md"))
+    assert defaults_of("--max-tokens", "server.md") == [int(tokens)]
+    from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE
+    from hybrid.doctor.sessions import GAP
+
+    rates = r"`--prefill-rate` \(([\d,]+) per second\).* at `--decode-rate` \((\d+) per second\)"
+    [found] = re.findall(rates, text_of("docs/doctor.md"))
+    assert [float(rate.replace(",", "")) for rate in found] == [PREFILL_RATE, DECODE_RATE]
+    assert f"a session begins every `--gap` seconds on average ({GAP:g}," in text_of("docs/doctor.md")
+    params = hybrid.SamplingParams()
+    assert "`SamplingParams()` are the defaults of the class (greedy, 128 tokens)" in text_of("docs/options.md")
+    assert (params.temperature, params.max_new_tokens) == (0, 128)
+    assert "every `chunk_size` tokens (128)" in text_of("docs/transformers.md")
+    from hybrid.hf.prefix_cache import CPU_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE, GPU_CHUNK_SIZE
+
+    sizes = "`chunk_size` is 16 on a GPU, where 16 more tokens of a pass cost nothing, and 1 on a CPU"
+    assert sizes in text_of("docs/transformers.md")
+    assert (DETERMINISTIC_CHUNK_SIZE, GPU_CHUNK_SIZE, CPU_CHUNK_SIZE) == (128, 16, 1)
+
+
+def test_the_limits_of_connections_have_the_defaults_that_the_page_names() -> None:
+    defaults = {action.option_strings[0]: action.default for action in options_of("serve") if action.option_strings}
+    units = {"KiB": 2**10}
+    for options, value, *_ in table_of("docs/server.md", " | default | beyond it")[1:]:
+        number, *unit = value.split()
+        for option in re.findall(r"`(--[\w-]+)`", options):
+            default = defaults[option]
+            if isinstance(default, str):
+                assert default.replace(" ", "") == value.replace(" ", ""), option
+            else:
+                expected = None if number == "none" else float(number) * units.get(*unit, 1) if unit else said(number)
+                assert expected == default, option
+
+
+HELD_BY: dict[str, dict[str, str]] = {
+    "docs/fleet.md": {
+        "Limits of connections and of headers": "tests/test_docs.py::test_a_fleet_has_no_limits_of_connections",
+        "A limit of requests": "tests/commands/test_options.py::test_a_fleet_is_started_with_what_is_given",
+        "`/explain/ID`": "tests/fleet/test_on_ray.py::test_bad_requests_are_refused_as_by_hybrid_serve",
+        "More than one front": "tests/test_docs.py::test_a_fleet_has_one_front",
+    },
+    "docs/sglang.md": dict.fromkeys(
+        (
+            "hierarchical cache (HiCache)",
+            "models with sliding windows",
+            "session radix cache",
+            "KV cache events",
+            "`--mamba-max-states-per-path`",
+            "models without such states",
+        ),
+        "tests/sglang/test_without_sglang.py::test_all_that_is_not_supported_is_refused_at_once_each_with_its_reason",
+    )
+    | {"the policies `slru`": "tests/sglang/test_backend.py::test_policies_for_trees_without_states_are_refused"},
+    "docs/vllm.md": dict.fromkeys(
+        (
+            "models without states or without full attention",
+            "layers with sliding windows",
+            "`--mamba-cache-mode` other than `align`",
+            "a hash unit below the block",
+            "speculative decoding",
+            "decode and prefill context parallelism",
+            "KV connectors",
+        ),
+        "tests/vllm/test_without_vllm.py::test_what_is_not_supported_is_named_all_at_once",
+    ),
+}
+"""What pages say is not there or is refused, by how it begins, and the test that holds it. Those of docs/migrating.md
+are checked above, those of docs/transformers.md by tests/hf. Of what a fleet's front shows, the test asks for `/tree`
+alone."""
+
+
+@pytest.mark.parametrize("page", HELD_BY)
+def test_what_is_not_there_or_refused_is_held_by_a_test(page: str) -> None:
+    """Each thing of a section, in the order of the page: one without a row fails, as does a row without its test."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = re.split(r"^## (?:What is not there|What is refused)\n", text, flags=re.MULTILINE)[1].split("\n## ")[0]
+    if section.lstrip().startswith("* "):
+        things = re.findall(r"^\* (.*)", section, re.MULTILINE)
+    else:
+        listed = re.split(r": |\. ", " ".join(section.split()))[1]
+        things = re.split(r", (?!which)", re.sub(r" \(which.*?\)", "", listed))
+    rows = HELD_BY[page]
+    assert len(things) == len(rows)
+    assert all(thing.startswith(begins) for thing, begins in zip(things, rows, strict=True)), things
+    for place in rows.values():
+        path, name = place.split("::")
+        assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), place
+
+
+def test_a_fleet_has_no_limits_of_connections() -> None:
+    """`hybrid serve` has each option of the table of docs/server.md, and a fleet none but that of bodies."""
+    rows = table_of("docs/server.md", " | default | beyond it")[1:]
+    limits = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row[0])} - {"--body-timeout"}
+    of_serve, of_fleet = (
+        {option for action in options_of(name) for option in action.option_strings} for name in ("serve", "fleet")
+    )
+    assert len(limits) == 7 and limits <= of_serve and not limits & of_fleet and "--body-timeout" in of_fleet
+
+
+def test_a_fleet_has_one_front() -> None:
+    source = (ROOT / "hybrid" / "fleet" / "deployment.py").read_text(encoding="utf-8")
+    [front] = re.findall(r"name=FRONT,\s+num_replicas=(\w+)", source)
+    assert front == "1"

@@ -1,6 +1,7 @@
 """`hybrid.hf` on a tiny random model of every kind: a hit is bitwise a cold run, and close to transformers' own."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def test_the_document_lists_the_models_that_are_tested() -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     for name in (*SUPPORTED, *NEWER, *REFUSED):
         assert f"`{name}`" in text, name
+    refused = re.findall(r"^\| (`.*`) \|", text.split("These models are refused")[1].split("\n## ")[0], re.MULTILINE)
+    assert {name for row in refused for name in re.findall(r"`(\w+)`", row)} <= {*REFUSED, *NEWER, "mamba", "mamba2"}
 
 
 def test_every_language_model_of_transformers_with_states_is_tested_or_refused() -> None:

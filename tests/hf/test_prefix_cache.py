@@ -2,8 +2,10 @@
 
 import copy
 import importlib.util
+import re
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +324,20 @@ def test_an_option_that_cannot_be_right_is_refused_with_the_reason(
     with pytest.raises(ArgumentError, match=reason):
         cache.generate(ids(40), **options)
     assert cache.stats().requests == 0
+
+
+def test_the_options_that_the_page_says_are_refused_are(model: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    table = text.split("These options are refused:")[1].split("**Images**")[0]
+    names = {name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)\b", row)}
+    assert {"inputs_embeds", "use_cache", "token_healing", "use_mtp"} <= names
+    values: dict[str, Any] = {"use_cache": False, "past_key_values": DynamicCache(), "cache": DynamicCache()}
+    values |= {"prefill_chunk_size": 8, "custom_generate": "some/thing", "assistant_early_exit": 1}
+    cache = cache_on(model)
+    for name in sorted(names):
+        with pytest.raises(ArgumentError, match=name) as caught:
+            cache.generate(ids(40), **{name: values.get(name, True)})
+        assert "is not an option" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
