@@ -26,6 +26,7 @@ from hybrid.models.layers import Linear
 from hybrid.models.moe import ExpertRouter
 from hybrid.models.weights import FLOATS, Stored, tensors_of
 from hybrid.tensor_file import FileBytes, HeldBytes
+from hybrid.units import format_bytes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -237,6 +238,9 @@ def _read(path: Path) -> HeldBytes:
         return HeldBytes(file.read(0, file.num_bytes))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
+    except MemoryError as error:
+        size = format_bytes(path.stat().st_size)
+        raise CheckpointError(f"{path} has {size}, for which there is no memory; is it the right file?") from error
 
 
 def _name_in_model(name: str) -> str:

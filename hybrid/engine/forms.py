@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.engine.form_process import ACCEPT, ANSWER, ASK, COMPLETE, DROP, FAILED, MASK, OPEN, SIZE
-from hybrid.errors import ArgumentError, QueueFullError, SamplingError
+from hybrid.errors import ArgumentError, QueueFullError, RequestError, SamplingError
 
 Numbers = np.ndarray[Any, Any]
 
@@ -117,24 +117,47 @@ class FormProcesses:
             SamplingError: it cannot be used.
             ArgumentError: llguidance is not installed, or cannot use the tokenizer.
             QueueFullError: answers of too many forms are under way.
+            RequestError: the process that compiles forms does not start.
         """
         if self.are_full:
             raise QueueFullError(f"structured: answers of {MAX_FORMS} forms are under way; try again later")
-        with self._lock:
-            starter = self._starter
-            link = starter.fork() if starter is not None and starter.is_ours else None
-            if starter is None or link is None:  # it is the first one, or the process has ended
-                starter = self._starter = Starter(self._settings)
-                link = starter.fork()
-                if link is None:
-                    raise ArgumentError("structured: the process that compiles forms has ended; see the system's log")
+        starter, link, pid = self._forked()
         try:
-            form = Form(link, structured, starter.vocab_size)
+            form = Form(link, pid, structured, starter.vocab_size)
             self._forms.add(form)
             return form
         finally:
             with self._lock:
                 starter.fork_ahead()
+
+    def _forked(self) -> tuple[Starter, socket.socket, int]:
+        """A process for a form, which waits for it. What ends before it has a form was ended by something else: another
+        one is started, once.
+
+        Raises:
+            RequestError: that has ended too.
+        """
+        for num_left in (2, 1, 0):  # one that is there may have ended unseen
+            link = None
+            try:
+                with self._lock:
+                    starter = self._starter
+                    link = starter.fork() if starter is not None and starter.is_ours else None
+                    if starter is None or link is None:  # it is the first one, or the process has ended
+                        starter = self._starter = Starter(self._settings)
+                        link = starter.fork()
+                if link is None:
+                    raise ConnectionError("it has ended")
+                (pid,) = SIZE.unpack(_read(link, SIZE.size))
+                return starter, link, pid
+            except OSError as error:
+                if link is not None:
+                    link.close()
+                if not num_left:
+                    raise RequestError(
+                        f"structured: the process that compiles forms did not start: {error}; see the system's log"
+                    ) from error
+        raise AssertionError
 
     @cached_property
     def _settings(self) -> bytes:
@@ -175,7 +198,8 @@ class Starter:
         vocab_size: tokens that its masks have.
 
     Raises:
-        ArgumentError: it cannot be started, or the library cannot use the tokenizer.
+        ArgumentError: the library cannot use the tokenizer.
+        OSError: it cannot be started, or has ended.
     """
 
     def __init__(self, settings: bytes) -> None:
@@ -186,21 +210,18 @@ class Starter:
                 process = subprocess.Popen(
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
                 )
-            except OSError as error:
+            except OSError:
                 control.close()
-                raise ArgumentError(f"structured: {sys.executable!r} cannot be started: {error}") from error
+                raise
         self._control = control
         self._pid = os.getpid()
         self._next: socket.socket | None = None
         weakref.finalize(self, _end, control, process)
-        try:
-            control.sendall(settings)
-            (self.vocab_size,) = SIZE.unpack(_read(control, SIZE.size))
-            if not self.vocab_size:
-                text = _read(control, *SIZE.unpack(_read(control, SIZE.size))).decode(errors="replace")
-                raise ArgumentError(f"structured: this tokenizer cannot be used: {text}")
-        except OSError as error:
-            raise ArgumentError(f"structured: the process that compiles forms did not start: {error}") from error
+        control.sendall(settings)
+        (self.vocab_size,) = SIZE.unpack(_read(control, SIZE.size))
+        if not self.vocab_size:
+            text = _read(control, *SIZE.unpack(_read(control, SIZE.size))).decode(errors="replace")
+            raise ArgumentError(f"structured: this tokenizer cannot be used: {text}")
         self.fork_ahead()
 
     @property
@@ -249,6 +270,7 @@ class Form:
 
     Args:
         link: to the process.
+        pid: of the process.
         structured: as `SamplingParams.structured`.
         vocab_size: tokens that a mask has.
 
@@ -261,7 +283,7 @@ class Form:
         SamplingError: it cannot be used.
     """
 
-    def __init__(self, link: socket.socket, structured: Mapping[str, Any], vocab_size: int) -> None:
+    def __init__(self, link: socket.socket, pid: int, structured: Mapping[str, Any], vocab_size: int) -> None:
         self.num_late: int = 0
         self.is_lost: bool = False
         self._link = link
@@ -271,7 +293,7 @@ class Form:
         self._dropped: deque[int] = deque()
         self._numbers = count(1)
         self._answers: set[int] = set()
-        self._pid = 0
+        self._pid = pid
         weakref.finalize(self, link.close)
         (kind,) = structured
         given = {"form": structured, "seconds": COMPILE_SECONDS, "token_seconds": TOKEN_SECONDS}
@@ -280,7 +302,6 @@ class Form:
         except RecursionError:
             raise SamplingError(f"structured: this {kind} cannot be used: it nests too deep") from None
         try:
-            (self._pid,) = SIZE.unpack(_read(link, SIZE.size))
             with aside.get()():
                 link.sendall(SIZE.pack(len(raw)) + raw)
                 if not self._can_read(USUAL_SECONDS):
@@ -526,6 +547,7 @@ class Grammars:
             SamplingError: the schema, expression or grammar cannot be used.
             ArgumentError: llguidance is not installed, or cannot use the tokenizer.
             QueueFullError: answers of too many forms are under way.
+            RequestError: the process that compiles forms does not start.
         """
         wanted = namespace, json.dumps(dict(structured))  # the order of properties is that of the answer
         with self._lock:

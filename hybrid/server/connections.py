@@ -9,7 +9,7 @@ those with a request under way stay.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +22,7 @@ from hybrid.units import byte_count
 MAX_AHEAD = 16
 """Requests that a connection may have sent before the first of them is answered."""
 
-ONCE = {b"host", b"origin", b"authorization", b"x-api-key"}
+ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"transfer-encoding"}
 """Headers that a request has once: of two values who stands before this server may have checked the other one."""
 
 LINGER_SECONDS = 5.0
@@ -114,7 +114,11 @@ class _TooMuchError(Exception):
 
 
 class _AmbiguousError(Exception):
-    """Ends the parsing of a request that may mean two things."""
+    """Ends the parsing of a request that may mean two things, or does not say to which host."""
+
+
+class _CodingError(Exception):
+    """Ends the parsing of a request whose body comes in a form that is not read here."""
 
 
 class Connection(HttpToolsProtocol):
@@ -131,7 +135,9 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = True  # or before one
         self._num_parsed = 0  # bytes since a head, data of a body, or a request was there wholly
         self._num_headers = 0
+        self._has_other_coding = False
         self._is_refused = False
+        self._unanswered: deque[Any] = deque()  # cycles of requests, in order; `cycle` is the last one
         self._reading: asyncio.TimerHandle | None = None  # the client is to send something until then
         self._sending: asyncio.TimerHandle | None = None  # and to take something
 
@@ -148,6 +154,9 @@ class Connection(HttpToolsProtocol):
         """The connection has ended."""
         _cancel(self._reading, self._sending, self.timeout_keep_alive_task)
         self._all.remove(self)
+        for cycle in self._unanswered:  # uvicorn knows the last one alone
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     @property
@@ -188,17 +197,23 @@ class Connection(HttpToolsProtocol):
         name = name.lower()
         if name in ONCE and any(known == name for known, _ in self.headers):
             raise _AmbiguousError
+        if name == b"transfer-encoding" and value.lower() != b"chunked":
+            self._has_other_coding = True
+            raise _CodingError
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A head was parsed."""
         if len(self.pipeline) >= MAX_AHEAD:
             raise _TooMuchError
+        if self.parser.get_http_version() != "1.0" and not any(name == b"host" for name, _ in self.headers):
+            raise _AmbiguousError
         self._is_in_head, self._num_parsed = False, 0
         self._await_no_more()
         self._all.stop_waiting(self)
         self._all.without_body[self] = None
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Data of a body was parsed."""
@@ -215,6 +230,8 @@ class Connection(HttpToolsProtocol):
         """Refuse what cannot be parsed."""
         if self._num_headers > self._all.limits.headers:
             self._refuse(431, f"the request has more than {self._all.limits.headers} headers")
+        elif self._has_other_coding:
+            self._refuse(501, "of transfer encodings this server knows chunked alone")
         else:
             self._refuse(400, "this is no request of HTTP")
 
@@ -250,6 +267,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A response was sent."""
+        self._unanswered.popleft()
         super().on_response_complete()
         if self.transport.is_closing():  # which it does when all was taken
             self._await_taking()

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybrid.checks import shown
-from hybrid.server.body import has_long_data
+from hybrid.server.body import MAX_VALUES, has_long_data, has_more_values
 from hybrid.server.errors import HttpError
 
 MAX_NAME = 64
@@ -115,6 +115,15 @@ class Fields:
         found = Fields(value, self.path(name)).text(field)
         self._values[name] = {other: kept for other, kept in value.items() if other != field}
         return found
+
+    def check_json(self, name: str, value: object) -> None:
+        """Refuse JSON within a text that could not be parsed beside streams: in the body it counts as one value."""
+        if isinstance(value, str) and has_more_values([value.encode()], MAX_VALUES):
+            text = (
+                f"{self.path(name)}: the JSON in this text has more than {MAX_VALUES} values, where a list, an object "
+                "or a name counts as four; send less"
+            )
+            raise HttpError(413, text, self.path(name), "body_too_large")
 
     def ignore(self, *names: str) -> None:
         """Take fields that change no answer."""

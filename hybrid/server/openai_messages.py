@@ -78,6 +78,7 @@ def _call(value: Any, where: str) -> Any:
     arguments = function.take("arguments")
     if not isinstance(arguments, str | dict | None) or has_long_data(arguments):
         raise function.refuse("arguments", "the text of a JSON object", arguments)
+    function.check_json("arguments", arguments)
     return value
 
 

@@ -175,6 +175,7 @@ def _function_call(item: Fields) -> dict[str, Any]:
     name, arguments = item.text("name"), item.text("arguments")
     if not name or arguments is None:
         raise item.refuse("name", "a text, with arguments", name)
+    item.check_json("arguments", arguments)
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     call["id"] = item.text("call_id") or ""
     return call

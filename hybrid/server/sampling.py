@@ -136,6 +136,7 @@ def structured_of(fields: Fields) -> dict[str, Any] | None:
         names["json_object"] = "json_object"
         given = {form: value for name, form in names.items() if (value := own.take(name)) is not None}
         own.close()
+        own.check_json("json", given.get("json_schema"))
         return given or None
     wanted = fields.nested("response_format")
     if wanted is None:

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hybrid import Engine, QueueFullError, SamplingError, SamplingParams
+from hybrid import Engine, QueueFullError, RequestError, SamplingError, SamplingParams
 from hybrid.engine import forms
 from hybrid.engine.forms import FormProcesses, Grammars
+from hybrid.server.errors import failure_of
 from support.engines import answer, assert_nothing_held, engine_on, greedy, ids
 
 LETTERS = {"regex": "[a-f]{400}"}
@@ -143,6 +145,36 @@ def test_the_process_that_forks_is_started_again(processes: FormProcesses) -> No
     starter.wait(10)
     assert Grammars(processes).matcher({"regex": "[0-9]+"}, "").mask().any()
     assert kept.mask().any()
+
+
+def test_a_process_that_ends_before_it_has_a_form_is_not_the_forms_fault(
+    processes: FormProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = subprocess.Popen
+    started: list[Any] = []
+
+    def killed(num_times: int) -> Any:
+        def start(*args: Any, **options: Any) -> Any:
+            started.append(original(*args, **options))
+            if len(started) <= num_times:
+                started[-1].kill()
+            return started[-1]
+
+        return start
+
+    monkeypatch.setattr(subprocess, "Popen", killed(1))
+    assert Grammars(processes).matcher(LETTERS, "").mask().any()
+    assert len(started) == 2
+    started[-1].kill()
+    for one in form_processes():  # with the one that was forked ahead
+        one.kill()
+    assert Grammars(processes).matcher({"regex": "[0-9]+"}, "").mask().any()
+    started.clear()
+    monkeypatch.setattr(subprocess, "Popen", killed(99))
+    other = FormProcesses(processes._tokenizer, processes._vocab_size, frozenset())
+    with pytest.raises(RequestError, match="did not start") as failed:
+        Grammars(other).matcher(LETTERS, "")
+    assert failure_of(failed.value).status == 500
 
 
 def test_processes_are_as_many_as_may_be_and_end_with_their_answers(

@@ -31,6 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (inside / "linked_file" / "adapter_model.safetensors").symlink_to(root / "outside" / "adapter_model.safetensors")
     shutil.copytree(inside / "law", inside / "torn")
     (inside / "torn" / "adapter_model.safetensors").write_bytes(b"torn")
+    shutil.copytree(inside / "law", inside / "huge")
+    with (inside / "huge" / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(2**43)  # it takes no room
     return inside
 
 
@@ -89,6 +92,7 @@ def test_what_is_not_below_the_folder_is_not_loaded(path: str, server: dict[str,
         ({"lora_name": "tiny", "lora_path": "law"}, "is the model itself"),
         ({"lora_name": "x" * 300, "lora_path": "law"}, "1 to 256 characters"),
         ({"lora_name": "law", "lora_path": "torn"}, "adapter_model.safetensors"),
+        ({"lora_name": "law", "lora_path": "huge"}, "for which there is no memory"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_reason(

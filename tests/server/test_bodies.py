@@ -73,6 +73,26 @@ def test_calls_that_are_none_are_refused_by_name(post: Poster, call: Any) -> Non
     assert answer.status_code == 400 and "messages[0].tool_calls[1]" in answer.json()["error"]["message"]
 
 
+def test_json_within_a_text_has_no_more_values_than_a_body(post: Poster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.server.fields.MAX_VALUES", 100)
+
+    def statuses(number: int) -> set[tuple[int, bool]]:
+        text = '{"enum":[' + "1," * number + "1]}"
+        call = CALL | {"function": {"name": "f", "arguments": text}}
+        ask = {"role": "user", "content": "y"}
+        item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": text}
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": text}},
+            "/v1/chat/completions": {"messages": [{"role": "assistant", "tool_calls": [call]}, ask], "max_tokens": 1},
+            "/v1/responses": {"input": [item, ask], "max_output_tokens": 16},
+        }
+        answers = [post(path, **body) for path, body in bodies.items()]
+        return {(answer.status_code, "in this text has more than" in answer.text) for answer in answers}
+
+    assert statuses(50) == {(200, False)}
+    assert statuses(100) == {(413, True)}
+
+
 DEPTHS = "[" * 300 + "]" * 300
 
 

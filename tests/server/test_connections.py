@@ -1,6 +1,7 @@
 """What a client without a key can do with connections: nothing that others notice."""
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -109,6 +110,34 @@ def test_a_request_has_one_key_and_one_host_which_stand_before_its_body(address:
     assert answer(address, post + key + chunked + last % b"x: y\r\n").startswith(b"HTTP/1.1 200")
     assert answer(address, post + key + chunked + last % other).startswith(b"HTTP/1.1 200")
     assert answer(address, post + chunked + last % key).startswith(b"HTTP/1.1 401")
+
+
+def test_a_request_of_http_1_1_has_a_host_and_a_body_is_chunked_alone_or_not_at_all(address: str) -> None:
+    assert answer(address, b"GET /health HTTP/1.1\r\n" + CLOSE).startswith(b"HTTP/1.1 400 ")
+    assert answer(address, b"GET /health HTTP/1.0\r\n" + CLOSE).startswith(b"HTTP/1.1 200 ")
+    for coding, status in ((b"Chunked", b"200"), (b"gzip, chunked", b"501"), (b"gzip", b"501")):
+        found = answer(address, HEAD + b"Transfer-Encoding: " + coding + b"\r\n" + CLOSE, b"0\r\n\r\n")
+        assert found.startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_client_that_leaves_with_requests_ahead_ends_the_first_and_is_no_line_of_the_log(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    post = Poster(address, "k")
+    body = b'{"prompt": "left", "max_tokens": 4000, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: k\r\ncontent-length: %d\r\n\r\n" % len(body)
+    client = connected(address)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.sendall((head + body) * 3)
+    end = time.monotonic() + 30
+    while not post.get("/live").json()["live"]:
+        assert time.monotonic() < end
+    client.close()
+    while (found := post.get("/live").json())["live"]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert found["ended"][0]["state"] == "abort"
+    assert caplog.text == ""
 
 
 def test_half_sent_heads_keep_nobody_out(address: str) -> None:
