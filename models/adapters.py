@@ -7,6 +7,7 @@ order too. Merged weights would serve one adapter; applied apart, several serve 
 
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ WEIGHTS = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
 """Prefix of all tensors of an adapter."""
+
+SPARE_BYTES = 64 * 2**20
+"""Of a file of tensors, beside those of matrices: its header, and what a small model's adapters have too much."""
 
 PATTERN_SECONDS = 0.5
 """Seconds for which the patterns of an adapter may be matched: it is loaded while requests run."""
@@ -90,7 +94,9 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
             f"{path}: adapters need a family of this package, and this model runs by transformers' layers; merge the "
             "adapter into its weights (PEFT's merge_and_unload)"
         )
-    text, contents, digest = _files(path)
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    most = SPARE_BYTES + sum(2 * 4 * math.prod(layer.shape) for layer in layers)  # of matrices of the full rank
+    text, contents, digest = _files(path, most)
     config = parse_config(text, path / CONFIG)
     _refuse_unsupported(config, path)
     stored = {_name_in_model(name): tensor for name, tensor in tensors_of(contents, path / WEIGHTS).items()}
@@ -122,12 +128,12 @@ def name_adapter(path: Path) -> Adapter:
     return Adapter(path, {}, _files(path)[2])
 
 
-def _files(path: Path) -> tuple[bytes, HeldBytes, str]:
-    """The configuration and the tensors of an adapter, and the digest of both."""
+def _files(path: Path, most: int = sys.maxsize) -> tuple[bytes, HeldBytes, str]:
+    """The configuration and the tensors of an adapter, of at most so many bytes, and the digest of both."""
     for name in (CONFIG, WEIGHTS):
         if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
-    text, contents = read_bytes(path / CONFIG, MAX_CONFIG_BYTES), _read(path / WEIGHTS)
+    text, contents = read_bytes(path / CONFIG, MAX_CONFIG_BYTES), _read(path / WEIGHTS, most)
     digest = hashlib.blake2b(text, digest_size=16)  # of what is parsed: others may write to the files meanwhile
     digest.update(contents.contents)
     return text, contents, digest.hexdigest()
@@ -231,16 +237,19 @@ class Scales:
             self._seconds -= time.perf_counter() - began
 
 
-def _read(path: Path) -> HeldBytes:
+def _read(path: Path, most: int) -> HeldBytes:
     """Read a file once, and keep a copy."""
     try:
         file = FileBytes(path)
-        return HeldBytes(file.read(0, file.num_bytes))
+        if file.num_bytes <= most:
+            return HeldBytes(file.read(0, file.num_bytes))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
     except MemoryError as error:
-        size = format_bytes(path.stat().st_size)
-        raise CheckpointError(f"{path} has {size}, for which there is no memory; is it the right file?") from error
+        raise CheckpointError(f"{path} cannot be read: there is no memory for all of it; free some") from error
+    raise CheckpointError(
+        f"{path} has {format_bytes(file.num_bytes)}; adapters of this model have {format_bytes(most)} at most"
+    )
 
 
 def _name_in_model(name: str) -> str:

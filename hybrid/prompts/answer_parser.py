@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid.errors import PromptError, VersionError
 from hybrid.prompts.cut_calls import PARAMETER, cut_call, written_arguments
+from hybrid.prompts.tool_schemas import types_of
 
 Template = dict[str, Any]
 
@@ -155,12 +156,12 @@ class AnswerParser:
 
     def __init__(self, template: Template, prefix: str, tools: Sequence[Tool] = ()) -> None:
         try:
-            self._parser: Any = _parser_class()(template, prefix=prefix, tools=[dict(tool) for tool in tools])
+            self._parser: Any = _parser_class()(template, prefix=prefix, tools=[_with_types(tool) for tool in tools])
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise PromptError(f"the answer cannot be taken apart: {error!s:.300}") from error
         self._texts = {REASONING: _Text(), CONTENT: _Text()}
         self._form: Template = template.get("fields", {}).get(CALLS, {})
-        self._properties = dict(map(_name_and_properties, tools))
+        self._properties = dict(map(_name_and_properties, map(_with_types, tools)))
         self._calls: list[ToolCall] = []
         self._raw = ""  # of a call that is not complete
         self._end = ""  # of the text
@@ -249,6 +250,15 @@ def _name_and_properties(tool: Tool) -> tuple[str, Mapping[str, Any]]:
     """The name of a tool, and the schemas of its arguments by name."""
     function = _mapping(tool.get("function", tool))
     return str(function.get("name")), _mapping(_mapping(function.get("parameters")).get("properties"))
+
+
+def _with_types(tool: Tool) -> dict[str, Any]:
+    """A tool whose arguments have types alone, as far as they are known: the parser does not follow references."""
+    function = _mapping(tool.get("function", tool))
+    parameters = {"type": "object", **_mapping(function.get("parameters"))}
+    types = {key: {"type": list(types_of(schema, parameters))} for key, schema in _name_and_properties(tool)[1].items()}
+    own = {**function, "parameters": {**parameters, "properties": types}}
+    return {**tool, "function": own} if "function" in tool else own
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

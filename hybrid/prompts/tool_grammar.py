@@ -9,9 +9,16 @@ from urllib.parse import quote
 
 from hybrid.errors import SamplingError
 from hybrid.prompts.answer_parser import CALLS, JSON_CALLS, XML_CALLS, Template, Tool
+from hybrid.prompts.tool_schemas import followed, has_reference, moved, types_of
 
 WRITTEN: dict[str, Any] = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """How JSON is written in calls: as chat templates write it."""
+
+PLACE = "#/$defs/tool"
+"""Of the schema of a tool's arguments within that of one of them."""
+
+MAX_CHARACTERS = 2**22
+"""Of a grammar, about: a larger one is not compiled in the time that a form has."""
 
 
 def call_grammar(template: Template, tools: Sequence[Tool], name: str | None) -> str:
@@ -71,21 +78,39 @@ def _json_call(function: Mapping[str, Any]) -> str:
 def _xml_call(function: Mapping[str, Any]) -> str:
     schema = _schema(function)
     required = schema.get("required") or []
-    defined: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    whole = json.dumps(moved({key: value for key, value in schema.items() if key != "$id"}, PLACE))
     parts = [f'"<function={function.get("name")}>\\n"']
-    for key, value in (schema.get("properties") or {}).items():
-        part = f'"<parameter={key}>\\n" {_value(value, defined)}'
+    size = 0
+    for key in schema.get("properties") or {}:
+        part = f'"<parameter={key}>\\n" {_value(key, schema, whole)}'
         parts.append(part if key in required else f"({part})?")
+        size += len(part)
+        if size > MAX_CHARACTERS:
+            raise SamplingError(
+                f"tool_choice: the schema of {function.get('name')!r:.100} is too large, with its references in each "
+                "parameter; make it smaller"
+            )
     return " ".join([*parts, '"</function>"'])
 
 
-def _value(schema: Any, defined: Mapping[str, Any]) -> str:
+def _value(key: str, arguments: Mapping[str, Any], whole: str) -> str:
     """A parameter's value and the mark after it: a text as it is, without the beginning of a mark; anything else as
-    JSON. A text and its mark are one terminal: where they were two, a line end of the text could not begin the mark."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string" and "enum" in schema:
-        choices = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in schema["enum"])
+    JSON. A text and its mark are one terminal: where they were two, a line end of the text could not begin the mark.
+
+    Args:
+        key: its name.
+        arguments: the schema of all.
+        whole: that as JSON, for a place in another one.
+    """
+    schema = arguments["properties"][key]
+    own = followed(schema, arguments)
+    if isinstance(own, Mapping) and own.get("type") == "string" and "enum" in own:
+        choices = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in own["enum"])
         return f'({choices}) "\\n</parameter>\\n"'
-    if kind in (None, "string"):
+    if "string" in types_of(schema, arguments):
         return "/([^<\\n]|\\n+[^<\\n]|\\n*<[^\\/])*\\n+<\\/parameter>\\n/"
-    return f'%json {json.dumps({**defined, **schema, **WRITTEN})} "\\n</parameter>\\n"'
+    if not has_reference(schema):
+        return f'%json {json.dumps({**schema, **WRITTEN})} "\\n</parameter>\\n"'
+    pointer = quote(key.replace("~", "~0").replace("/", "~1"), safe="~")
+    head = json.dumps({"$ref": f"{PLACE}/properties/{pointer}", **WRITTEN})[:-1]
+    return f'%json {head}, "$defs": {{"tool": {whole}}}}} "\\n</parameter>\\n"'

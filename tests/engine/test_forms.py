@@ -148,7 +148,7 @@ def test_the_process_that_forks_is_started_again(processes: FormProcesses) -> No
 
 
 def test_a_process_that_ends_before_it_has_a_form_is_not_the_forms_fault(
-    processes: FormProcesses, monkeypatch: pytest.MonkeyPatch
+    tiny: Engine, processes: FormProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = subprocess.Popen
     started: list[Any] = []
@@ -171,7 +171,7 @@ def test_a_process_that_ends_before_it_has_a_form_is_not_the_forms_fault(
     assert Grammars(processes).matcher({"regex": "[0-9]+"}, "").mask().any()
     started.clear()
     monkeypatch.setattr(subprocess, "Popen", killed(99))
-    other = FormProcesses(processes._tokenizer, processes._vocab_size, frozenset())
+    other = FormProcesses(tiny.tokenizer, tiny.model.config.vocab_size, tiny.loaded.end_tokens)
     with pytest.raises(RequestError, match="did not start") as failed:
         Grammars(other).matcher(LETTERS, "")
     assert failure_of(failed.value).status == 500

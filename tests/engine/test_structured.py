@@ -13,6 +13,8 @@ from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
 from hybrid.engine import forms
 from hybrid.engine.constraints import Constraints, Edits
 from hybrid.engine.forms import FormProcesses, Grammars
+from hybrid.prompts.answer_parser import CALLS, XML_CALLS, AnswerParser
+from hybrid.prompts.tool_grammar import call_grammar
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
 
 SCHEMA = {
@@ -247,7 +249,8 @@ def test_references_of_a_tool_are_within_its_own_schema(tiny: Engine, monkeypatc
         number_of = {"type": "object", "properties": {"n": {"const": number}}, "required": ["n"], **closed}
         item = {"$ref": "#/$defs/Item"}
         items = {"type": "array", "items": item, "minItems": 1, "maxItems": 1}
-        own = {"properties": {"items": items}, "required": ["items"], "$defs": {"Item": number_of}, **closed}
+        own = {"properties": {"items": items, "a b/c": item}, "required": ["items", "a b/c"], **closed}
+        own["$defs"] = {"Item": number_of}
         return {"type": "function", "function": {"name": name, "parameters": own}}
 
     chat = {**CHAT, "tools": [tool("one", 1), tool("the other", 2)]}
@@ -258,8 +261,41 @@ def test_references_of_a_tool_are_within_its_own_schema(tiny: Engine, monkeypatc
             (call,) = answer(engine_on(tiny), chat, params).tool_calls
             assert call.name == name
             assert [item["n"] for item in call.arguments["items"]] == [number]
+            assert call.arguments["a b/c"] == {"n": number}
     anywhere = SamplingParams(max_new_tokens=1, tool_choice="required")
     assert answer(engine_on(tiny), chat, anywhere).error is None
+
+
+def test_parameters_as_marks_follow_what_they_refer_to() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    properties = {
+        "name": {"$ref": "#/$defs/Name"},
+        "size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+        "next": {"$ref": "#"},
+        "default": {"type": "array", "items": {"$ref": "#/$defs/Size"}},
+    }
+    defined = {"Name": {"type": "string"}, "Size": {"type": "integer"}}
+    own = {"$id": "x:y", "properties": properties, "additionalProperties": False, "$defs": defined}
+    tool = {"type": "function", "function": {"name": "f", "parameters": own}}
+    grammar = call_grammar({"fields": {CALLS: XML_CALLS}}, [tool], "f")
+
+    def is_call(name: str, size: str, more: str) -> bool:
+        written = {"name": name, "size": size, "next": more}
+        parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+        text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
+
+    assert is_call("a text", "null", '{"next": {"size": 3}, "default": [4]}')
+    for wrong in (("a", "x", "{}"), ("a", "1", '{"next": 3}'), ("a", "1", '{"next": {"other": 3}}')):
+        assert not is_call(*wrong)
+    template = {"start_anchor": "<|im_start|>assistant\n", "fields": {CALLS: XML_CALLS}}
+    parser = AnswerParser(template, "<|im_start|>assistant\n", [tool])
+    parser.feed('<tool_call>\n<function=f>\n<parameter=size>\n7\n</parameter>\n<parameter=next>\n{"size": 3}\n')
+    parser.feed("</parameter>\n</function>\n</tool_call>")
+    parser.finish()
+    assert parser.parts().tool_calls[0].arguments == {"size": 7, "next": {"size": 3}}
 
 
 def test_tool_choices_that_cannot_be_are_refused(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
