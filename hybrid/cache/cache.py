@@ -200,6 +200,7 @@ class HybridCache:
         self._shares: dict[str, float] = {}
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
+        self._clock: Callable[[], float] | None = None
         self._begin()
 
     def __repr__(self) -> str:
@@ -209,10 +210,16 @@ class HybridCache:
         cached = f"{self.tree.num_pages} pages, {self.tree.num_checkpoints} checkpoints"
         return f"{type(self).__name__}({size}{cached} cached)"
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Have the policy know when requests come, in seconds: `lhd` learns when conversations are continued."""
+        self._clock = clock
+        self.tree.use_clock(clock)
+
     def _begin(self) -> None:
         """Make the bookkeeping of a memory of which nothing is in use."""
         memory, config = self.memory, self.config
         self.tree: Tree = self._new_tree()
+        self.tree.use_clock(self._clock)
         self._subscriptions.follow(self.tree)
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
@@ -476,7 +483,7 @@ class HybridCache:
     def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
         it missed."""
-        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
+        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn, lease.path))
         self.tree.stored_for(usage, lease.tenant or lease.key.namespace, lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.shared_node

@@ -11,6 +11,7 @@ from hybrid.cache.restoring import Restoring
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, KeyHashes, Lock, Node, NodeUsage, PageLock, StateLock
+from hybrid.tree.paths import Path
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,8 @@ class Lease:
         priority: how much its checkpoints matter among those of its tenant, for policies that ask.
         tenant: name of who sent its request; None: its namespace.
         turn: number of turn ends before it on its path.
+        path: what a policy knows it by that learns when paths are continued; None: times are not known.
+        num_input: tokens of its prompt.
         lost: usage of checkpoints on its path that were evicted, or not admitted, by their number of tokens. The next
             commit enters it in the tree.
         hashes: of its key, as far as they were computed when it was opened.
@@ -56,6 +59,8 @@ class Lease:
     priority: int = 0
     tenant: str | None = None
     turn: int = 0
+    path: Path | None = None
+    num_input: int = 0
     lost: dict[int, NodeUsage] = field(default_factory=dict)
     hashes: KeyHashes | None = None
     back: int | None = None

@@ -120,6 +120,8 @@ class Opener:
     def close(self, lease: Lease) -> None:
         """Give back everything that a lease holds, which must be open."""
         self.leases.remove(lease)
+        if lease.front_tokens >= lease.num_input:
+            self._tree.ended(lease.path, lease.front_tokens - lease.num_input)
         if lease.restoring is not None:
             lease.restoring.drop()
             lease.restoring = None
@@ -156,7 +158,8 @@ class Opener:
         """Count the use of what was found, and look up what was once known."""
         self._tree.touch(found)
         past = self._tree.recall(key, found, limit)
-        lease.turn, lease.lost, lease.hashes = past.turn, past.gone, past.hashes
+        lease.turn, lease.lost, lease.hashes, lease.path = past.turn, past.gone, past.hashes, past.path
+        lease.num_input = limit + 1
         known = key.whole(past.num_tokens, self._tree.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages were evicted, but it was here

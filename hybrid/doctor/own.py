@@ -21,6 +21,7 @@ from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.memory import smallest_memory
 from hybrid.tree.node import Checkpoint, KeyHashes, Kind, Match, Node, NodeUsage, PageLock, Released, StateLock
+from hybrid.tree.paths import Path
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
 from hybrid.tree.tree import Tree
@@ -51,6 +52,7 @@ class OwnRunning:
         lost: usage of states on its path that were evicted or not admitted, by their positions.
         has_state: it has the state that it works on.
         turn: number of turn ends before it.
+        path: what the policy knows it by.
         hashes: of its key, as far as they are known.
     """
 
@@ -65,6 +67,7 @@ class OwnRunning:
         "lost",
         "num_pages",
         "num_shared",
+        "path",
         "request",
         "state_lock",
         "turn",
@@ -83,6 +86,7 @@ class OwnRunning:
         self.lost: dict[int, NodeUsage] = {}
         self.has_state: bool = False
         self.turn: int = 0
+        self.path: Path | None = None
         self.hashes: KeyHashes | None = None
 
     @property
@@ -197,6 +201,7 @@ class OwnCache:
                 node = node.parent
             if node is not None and node.end == boundary:
                 self._tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
+            self._tree.ended(running.path, request.num_tokens - request.num_prompt)
         elif running in self._prompts:
             self._prompts.remove(running)
         self._close(running)
@@ -240,9 +245,11 @@ class OwnCache:
         running.has_state = True
         if not self._give_pages(running, missing):
             return False
+        seconds = running.request.time
+        tree.use_clock(None if seconds is None else lambda: seconds)
         tree.touch(found)
         past = tree.recall(key, found, num_input - 1)
-        running.turn, running.lost, running.hashes = past.turn, past.gone, past.hashes
+        running.turn, running.lost, running.hashes, running.path = past.turn, past.gone, past.hashes, past.path
         known = past.num_tokens // GRID * GRID
         branch = known if known > max(found.num_tokens, found.branching_len or 0) else found.branching_len
         wanted = placement.of_prompt(
@@ -301,7 +308,7 @@ class OwnCache:
 
     def _is_admitted(self, running: OwnRunning, position: int, kind: Kind) -> bool:
         """Ask the policy; what it does not admit is remembered with the request."""
-        usage = running.lost.setdefault(position, self._tree.new_usage(kind, running.turn))
+        usage = running.lost.setdefault(position, self._tree.new_usage(kind, running.turn, running.path))
         self._tree.stored_for(usage, running.key.namespace, 0)
         node = running.node
         if node is not None and node.slot is None:
@@ -349,6 +356,7 @@ class OwnCache:
             below,
             running.lost.pop(end, None),
             running.hashes,
+            path=running.path,
         )
         if checkpoint is not None and not inserted.adopted:
             self._free += self._state

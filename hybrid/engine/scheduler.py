@@ -212,6 +212,7 @@ class Scheduler:
         self, cache: HybridCache, config: EngineConfig, deterministic: bool, drafting: Drafting | None = None
     ) -> None:
         self.cache = cache
+        cache.use_clock(time.monotonic)
         self.drafting = drafting
         self.config = config
         self.deterministic = deterministic

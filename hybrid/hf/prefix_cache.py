@@ -172,6 +172,7 @@ class PrefixCache:
         )
         made_with = self._fingerprint(pools) if self._config.disk is not None else None
         self.cache: HybridCache = HybridCache(pools, self._config, model=made_with)
+        self.cache.use_clock(time.monotonic)
         self.cache.adopt()
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)
         self._past_factory = PastFactory(self._model, self._prefiller, self._config)

@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from hybrid.tree.node import Node, NodeUsage, Tenant, end_of
+from hybrid.tree.paths import PathRhythm
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
 from hybrid.tree.pools import INTEGERS, Pools
@@ -81,6 +82,8 @@ class Candidates:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
         shares: of tenants.
+        clock: seconds; None: times are not known.
+        rhythm: learns when paths are continued, for a policy that has one.
         follows_changes: `changed` does something.
         reports_entries: `entered` does something.
         reports_evictions: `evicting` does something.
@@ -101,6 +104,8 @@ class Candidates:
         self._by_lru = False
         self._spacing = prices.anchor_spacing
         self.shares: Shares = Shares({})
+        self.clock: Callable[[], float] | None = None
+        self.rhythm: PathRhythm | None = getattr(policy, "rhythm", None)
         self._install(policy)
 
     def _install(self, policy: Policy) -> None:
@@ -292,6 +297,8 @@ class Candidates:
     def requested(self, node: Node | None, ticks: Iterator[int]) -> None:
         """Count a request, and that it resumes from a node's checkpoint. The policy's hook is called before that."""
         self.now += 1
+        if self.clock is not None and self.rhythm is not None:
+            self.rhythm.requested(self.now, self.clock())
         if node is None:
             return
         if self._hit is not None:

@@ -13,6 +13,7 @@ hit, how many turns lie before it, how near it is to the end of the context. Tim
   tell: first for all ages together, then for windows of age that get narrower.
 * From the hazard follows, for every age, the density: discounted hits to come, over discounted time until then.
 * `rank` is density times tokens saved per byte freed.
+* What is at the end of a long path has the density of its path instead, where times are known (`hybrid.tree.paths`).
 
 It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, ghosts and discounting are what differs.
 `bench/hit_rate.py` measures it.
@@ -29,6 +30,7 @@ from math import log2
 import numpy as np
 
 from hybrid.tree.node import Kind
+from hybrid.tree.paths import DISCOUNT, ENDS, PathRhythm
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints
 
 EXACT_HITS = 3
@@ -43,9 +45,6 @@ MAX_WATCHED = 20_000
 NEAR_THE_END = 4
 """Octaves of what is left of the context, from a quarter of it on. The context is taken to be the longest prompt seen,
 rounded up to a power of two."""
-
-ENDS = Kind.TURN_END, Kind.PROMPT_END
-"""Kinds of checkpoints that a conversation continues from."""
 
 Class = tuple[object, ...]
 """(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
@@ -62,14 +61,14 @@ FINE_TURNS = [min(3, (turn + 1).bit_length() - 1) for turn in range(8)]
 FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hits in range(46)]
 """Half octaves of hits from `EXACT_HITS` on; 45 and more."""
 
+PATHS = 1 << 32
+"""The groups from here on are classes of paths."""
+
 MAX_NOTED = 4096
 """Records that come or go and may wait to be counted, four numbers of each."""
 
 BINS = 27
 """Half octaves of age + 1: the last begins at about 8000 requests."""
-
-DISCOUNT = 0.01
-"""Per request: what happens more than about a hundred requests from now counts little."""
 
 PRIOR = 2.0
 """Hits with which what is expected, from coarser classes and wider windows of age, speaks against what is observed."""
@@ -154,6 +153,7 @@ class LearnedHitDensity(AgingPolicy):
 
     def __init__(self, guarded: int = 1) -> None:
         self.guarded = guarded > 0
+        self.rhythm = PathRhythm()
         self._now = 0
         self._fitted_at = 0
         self._context = 1
@@ -179,6 +179,12 @@ class LearnedHitDensity(AgingPolicy):
         """Return where the densities of its class begin in their table, and what they count for."""
         if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
             return SPARE * BINS, -1.0 / (1 + facts.tokens_saved)
+        path, rhythm = facts.path, self.rhythm
+        is_long = 0 < rhythm.shortest <= facts.num_tokens
+        if path is not None and rhythm.is_known and is_long and not (facts.has_below or facts.expected_in):
+            if facts.notes is None:
+                self._record(facts)
+            return PATHS + path.group, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
         record = facts.notes or self._record(facts)
         expected_in = facts.expected_in
         row = self._expected_row(expected_in) if expected_in else record.group * BINS
@@ -197,6 +203,9 @@ class LearnedHitDensity(AgingPolicy):
 
     def rank(self, facts: Facts) -> float:
         row, weight = self.weigh(facts)
+        if row >= PATHS:
+            found = self.rhythm.densities(np.array([row - PATHS]), np.array([facts.age]))
+            return float(found[0]) * weight
         density: float = self._table.item(row + BIN_OF[min(facts.age, LAST_AGE)])
         return density * weight
 
@@ -204,6 +213,8 @@ class LearnedHitDensity(AgingPolicy):
         bins = _BIN_OF.take(ages, None, None, "clip")  # older ones have the bin of the last age
         bins += groups
         ranks: Floats = self._table.take(bins, None, None, "clip")  # none is outside: this is faster than to check it
+        if (paths := (groups >= PATHS).nonzero()[0]).size:
+            ranks[paths] = self.rhythm.densities(groups[paths] - PATHS, ages[paths])
         ranks *= weights
         return ranks
 

@@ -71,6 +71,8 @@ class NodeUsage:
         cut_at: tick at which its edge was cut; 0 if it was not.
         shadow: what the tree's guard knows of its checkpoint; None: nothing.
         expected_at: number of requests that will have come when it is used next, as its client has said; 0: it has not.
+        path: of the request that left it (`hybrid.tree.paths.Path`), or that left what has gone after it; None: not
+            known.
     """
 
     created: int
@@ -88,6 +90,7 @@ class NodeUsage:
     cut_at: int = 0
     shadow: Any = None
     expected_at: int = 0
+    path: Any = None
 
     def stored_for(self, tenant: Tenant, priority: int) -> None:
         """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""
@@ -334,12 +337,14 @@ class PrefixHistory(NamedTuple):
         turn: number of turn ends on the path before the key's own.
         gone: usage of the evicted checkpoints beyond the usable hit, by their number of tokens.
         hashes: of the key beyond the page hit, where they were needed.
+        path: of the request (`hybrid.tree.paths.Path`); None: there is no clock.
     """
 
     num_tokens: int
     turn: int
     gone: dict[int, NodeUsage]
     hashes: KeyHashes | None
+    path: Any = None
 
 
 class Checkpoint(NamedTuple):

@@ -53,6 +53,7 @@ class Facts:
         is_live: the checkpoint is in the cache. Only policies with an `order` rank pages without a checkpoint; for
             other policies such pages are evicted first, because they save no computation.
         expected_in: requests from its last use to the next one, as its client has said (`Tree.expect`); 0: it has not.
+        path: of the request that left it, where times are known (`hybrid.tree.paths.Path`), or None.
         notes: the policy's own data, None at first. It is kept with the checkpoint, and after its eviction as long as
             the checkpoint is remembered.
     """
@@ -143,6 +144,10 @@ class Facts:
     def expected_in(self) -> int:
         expected_at = self._usage.expected_at
         return max(1, expected_at - self._usage.used_at) if expected_at else 0
+
+    @property
+    def path(self) -> Any:
+        return self._usage.path
 
     @property
     def notes(self) -> Any:

@@ -51,6 +51,7 @@ from hybrid.tree.node import (
     StateLock,
     Tenant,
 )
+from hybrid.tree.paths import ENDS, Path
 from hybrid.tree.policy import Policy
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, Watcher
 from hybrid.tree.shares import Shares
@@ -114,6 +115,8 @@ class Tree:
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
         self.candidates: Candidates = Candidates(policy, prices, seed, pools, priority_cap)
+        if self.candidates.rhythm is not None:
+            self.candidates.rhythm.shortest = self._spacing
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
@@ -263,6 +266,10 @@ class Tree:
         self.candidates.requested(found.checkpoint, self._ticks)
         return found
 
+    def use_clock(self, clock: Callable[[], float] | None) -> None:
+        """Have a policy that learns when paths are continued know the time, in seconds; None: it does not."""
+        self.candidates.clock = clock
+
     def touch(self, match: Match) -> None:
         """Count a request, and its use of the checkpoint that was found."""
         self.candidates.requested(match.checkpoint, self._ticks)
@@ -327,7 +334,19 @@ class Tree:
         if nearest is None and match.checkpoint is not None:
             nearest = match.checkpoint.usage
         turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
-        return PrefixHistory(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes)
+        path, rhythm = None, self.candidates.rhythm
+        if rhythm is not None and self.candidates.clock is not None:
+            path = rhythm.began(nearest.path if nearest is not None and nearest.kind in ENDS else None)
+        return PrefixHistory(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes, path)
+
+    def ended(self, path: Path | None, num_answered: int) -> None:
+        """A request has ended, with an answer of `num_answered` tokens.
+
+        Args:
+            path: as `recall` gave it.
+        """
+        if path is not None and self.candidates.rhythm is not None:
+            self.candidates.rhythm.ended(path, num_answered)
 
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Return whether what follows the page hit was cached and has been evicted, right after the match."""
@@ -422,6 +441,7 @@ class Tree:
         past: NodeUsage | None = None,
         hashes: KeyHashes | None = None,
         tenant: str | None = None,
+        path: Path | None = None,
     ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
@@ -435,6 +455,7 @@ class Tree:
             past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
             hashes: of the key, if `recall` has computed them: they are not computed again when it is evicted.
             tenant: name of who inserts it, whose new pages are; None: that of the checkpoint, or the namespace.
+            path: of its request, as `recall` gave it.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
@@ -477,6 +498,8 @@ class Tree:
             if lower is not None and lower.parent is not None:
                 forest.join(lower.parent)
             raise
+        if path is not None and (adopted or past is not None):
+            node.usage.path = path
         self.candidates.enter(node, adopted or is_new or past is not None)
         if self.watcher is not None and (is_new or adopted):
             self.watcher.inserted(node, num_existing, adopted)
@@ -575,9 +598,9 @@ class Tree:
             self.candidates.lowered(node)
             below, node = node, node.parent
 
-    def new_usage(self, kind: Kind, turn: int) -> NodeUsage:
+    def new_usage(self, kind: Kind, turn: int, path: Path | None = None) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
-        return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn)
+        return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn, path=path)
 
     def stored_for(self, usage: NodeUsage, tenant: str, priority: int) -> None:
         """A request of a tenant would store a checkpoint of this usage, with a priority."""
@@ -753,8 +776,10 @@ class Tree:
             self.guard.evicted(self.forest.num_pages, self.forest.num_checkpoints)
 
     def _remove(self, leaf: Node, released: Released) -> None:
-        node, used_at, last_used, expected_at = leaf, 0, 0, 0
+        node, used_at, last_used, expected_at, path = leaf, 0, 0, 0, None
         while True:
+            if node.usage.used_at >= used_at:
+                path = node.usage.path or path
             if self._spacing:
                 used_at, last_used = max(used_at, node.usage.used_at), max(last_used, node.usage.last_used)
                 expected_at = max(expected_at, node.usage.expected_at)
@@ -775,7 +800,7 @@ class Tree:
             if parent.slot is not None and above.last_used and 0 < self._spacing <= parent.end:
                 # It is the end of a long path now, which is as recent as it was before.
                 above.used_at, above.last_used = max(above.used_at, used_at), max(above.last_used, last_used)
-                above.expected_at = expected_at
+                above.expected_at, above.path = expected_at, path or above.path
                 self.candidates.renewed(parent)
             if self.candidates.follows_changes:
                 self.candidates.changed(parent)

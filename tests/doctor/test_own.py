@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,20 @@ def test_nothing_is_held_when_nothing_runs() -> None:
     for one in requests()[:60]:
         model.serve(one)
     assert model.check() == []
+
+
+def test_both_learn_the_same_rhythm_of_paths() -> None:
+    memory, times = 3_000_000_000, iter(range(1000))
+    model = OwnCache(SIZES, memory)
+    indices = CacheMemory.of_bytes(memory, PAGE * SIZES.token_bytes, SIZES.state_bytes)
+    real = HybridCache(indices, CacheConfig(page_size=GRID, chunk_size=GRID))
+    real.use_clock(lambda: 5.0 * next(times))
+    for number, one in enumerate(requests()[:200]):
+        model.serve(replace(one, time=5.0 * number))
+        ids = np.frombuffer(one.hashes, np.uint64).astype(np.uint32).tobytes()
+        imported("hit_rate").serve(real, Key(ids), ceil_div(one.num_prompt, UNIT), one.num_tokens // UNIT)
+    ours, theirs = (tree.candidates.rhythm for tree in (model._tree, real.tree))
+    assert ours is not None and theirs is not None and ours.is_known and theirs.is_known
+    of_ours, of_theirs = (rhythm._counts.sum(axis=(1, 2)) for rhythm in (ours, theirs))
+    assert of_ours[0] > 20
+    assert of_ours == pytest.approx(of_theirs, rel=0.05)
