@@ -129,7 +129,7 @@ def name_adapter(path: Path) -> Adapter:
 
 
 def _files(path: Path, most: int = sys.maxsize) -> tuple[bytes, HeldBytes, str]:
-    """The configuration and the tensors of an adapter, of at most so many bytes, and the digest of both."""
+    """The configuration and the tensors of an adapter, and the digest of both; the tensors have up to `most` bytes."""
     for name in (CONFIG, WEIGHTS):
         if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
