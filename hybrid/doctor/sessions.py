@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -227,7 +228,7 @@ def _read_file(path: Path, rows: list[_Row], sessions: list[_Session], size: int
             found = [BLOCK]
         else:
             found = [_add(value, rows, sessions) for value in _values(path)]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, BadZipFile) as error:
         raise ArgumentError(
             f"{path}: not a recorded session ({error!r:.200}); one has requests with t, in, out and hash_ids"
         ) from error
@@ -304,7 +305,7 @@ def _unpack(path: Path, rows: list[_Row], sessions: list[_Session]) -> None:
     the stop reason, 1 for a tool's result, milliseconds of the answer, number of blocks, and these: the first `rl` of
     request `ref` (-1: none), `k` new ones in sequence, `rest` of `raw`.
     """
-    with np.load(path) as file:
+    with np.lib.npyio.NpzFile(path) as file:
         given, numbers, raw = (file[name].astype(np.int64) for name in ("sess", "rows", "raw"))
     first, made = len(sessions), list[_Row]()
     sessions += [_Session(start / 1000) for start in given[:, 3].tolist()]

@@ -198,6 +198,7 @@ class Guard:
         self._now = 0
         self._asked = self._ahead = 0.0  # of a window: tokens, and by how many of them LRU is ahead
         self._hold, self._until = HOLD // 2, 0
+        self._prioritized = -WINDOW  # number of the last request that has given a priority
         self.is_on: bool = False
         self.switches: int = 0
         self.asked: int = 0
@@ -217,6 +218,8 @@ class Guard:
 
     def stored(self, node: Node) -> None:
         """A checkpoint was stored at the end of a node."""
+        if node.usage.priority:
+            self._prioritized = self._now
         self._trim()
         self._shadow.put(node)
 
@@ -251,6 +254,8 @@ class Guard:
         fade = 1 - 1 / WINDOW
         self._asked = self._asked * fade + limit
         self._ahead = self._ahead * fade + found - match.num_tokens
+        if now - self._prioritized < WINDOW:  # hits do not say what is preferred
+            self._ahead, self._until = 0.0, min(self._until, now)
         return self._decide(now)
 
     def _found(self, match: Match, gone: list[tuple[NodeUsage, int]]) -> int:
@@ -303,5 +308,5 @@ class Guard:
             )
         else:
             self._ahead = 0.0
-            log.info("the policy is back after %d requests of LRU", self._hold)
+            log.info("the policy is back")
         return True

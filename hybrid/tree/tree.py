@@ -553,7 +553,8 @@ class Tree:
             usage.created, usage.used_at = tick, now
         usage.last_used = 0 if checkpoint.is_spare else tick
         usage.stored_at = now
-        usage.shadow = usage.shadow or node.usage.shadow
+        if usage.shadow is None and (shadow := node.usage.shadow) is not None:  # one usage has it
+            usage.shadow, shadow.usage, node.usage.shadow = shadow, usage, None
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.came_between(node)

@@ -155,3 +155,10 @@ def test_sessions_and_logs_are_not_mixed(tmp_path: Path, folder: Path) -> None:
         Traffic.read([folder, log])
     with pytest.raises(ArgumentError, match="--users"):
         replay(log, SIZES, "lru", users=2)
+
+
+def test_a_packed_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.npz"
+    path.write_bytes(b"PK\3\4 and no more")
+    with pytest.raises(ArgumentError, match="not a recorded session"):
+        Traffic.read([path])
