@@ -305,7 +305,7 @@ def _unpack(path: Path, rows: list[_Row], sessions: list[_Session]) -> None:
     the stop reason, 1 for a tool's result, milliseconds of the answer, number of blocks, and these: the first `rl` of
     request `ref` (-1: none), `k` new ones in sequence, `rest` of `raw`.
     """
-    with np.lib.npyio.NpzFile(path) as file:
+    with path.open("rb") as packed, np.lib.npyio.NpzFile(packed) as file:
         given, numbers, raw = (file[name].astype(np.int64) for name in ("sess", "rows", "raw"))
     first, made = len(sessions), list[_Row]()
     sessions += [_Session(start / 1000) for start in given[:, 3].tolist()]
