@@ -43,7 +43,7 @@ BOUNDS = {
     "hybrid.cache.cache.MIN_GHOSTS": 500,
     "hybrid.cache.cache.GHOSTS_PER_PAGE": 0,
     "hybrid.cache.offloader.MAX_WATCHED": 500,
-    "hybrid.engine.constraints.MAX_GRAMMARS": 4,
+    "hybrid.engine.forms.MAX_GRAMMARS": 4,
     "hybrid.engine.captured_passes.MAX_GRAPHS": 8,
     "hybrid.engine.captured_passes.MAX_OCCURRED": 100,
     "hybrid.engine.scheduler.MAX_REPLAYS": 8,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.engine.forms import LateError, Matcher, Numbers
+from hybrid.engine.forms import CompleteError, LateError, Matcher, Numbers
 from hybrid.engine.sampling_params import LogitsProcessor, SamplingParams
 from hybrid.errors import SamplingError
 from hybrid.memory.device import on_device
@@ -105,6 +105,7 @@ class Constraints:
     ) -> None:
         self._gate = gate
         self._failures: dict[tuple[int, ...], str] = {}  # of the latest pass, by the answer before the row
+        self._complete: set[tuple[int, ...]] = set()  # answers of the latest pass's rows that nothing can follow
         self._is_held = False
         self._params = params
         self._matcher = matcher
@@ -130,7 +131,9 @@ class Constraints:
     @property
     def is_complete(self) -> bool:
         """Tell whether nothing can follow the answer."""
-        return self._matcher is not None and self._matcher.is_complete
+        if self._matcher is None:
+            return False
+        return self._matcher.is_complete or (bool(self._complete) and tuple(self._answer) in self._complete)
 
     @property
     def is_late(self) -> bool:
@@ -173,7 +176,7 @@ class Constraints:
         the first row of a pass."""
         answer = [*self._answer, *drafts]
         if not drafts:
-            self._failures, self._is_held = {}, False
+            self._failures, self._complete, self._is_held = {}, set(), False
         process = self._process(answer)
         mask, excluded = None, self._excluded(answer)
         num_thinking = self._gate.num_tokens(drafts) if self._gate is not None else 0
@@ -184,6 +187,9 @@ class Constraints:
                 mask = self._matcher.mask(drafts[num_thinking:])
             except SamplingError as error:
                 process = partial(self._fail, error, answer)
+            except CompleteError:
+                self._complete.add(tuple(answer))
+                process = partial(torch.full_like, fill_value=torch.nan)
             except LateError:
                 self._is_held = True
                 process = partial(torch.full_like, fill_value=torch.nan)

@@ -144,7 +144,9 @@ class FormProcess:
 
     def _say_state(self, matcher: Any, num_drafts: int = 0) -> None:
         """Say what may follow an answer, or that nothing can. Its last `num_drafts` tokens are taken back then."""
-        if not num_drafts and matcher.is_stopped() and not matcher.is_error():
+        if matcher.is_stopped() and not matcher.is_error():
+            if num_drafts:
+                matcher.rollback(num_drafts)
             self._say(COMPLETE, self._no_mask)
             return
         mask = matcher.compute_bitmask()

@@ -84,6 +84,10 @@ class LateError(Exception):
     """What may follow an answer is not known yet."""
 
 
+class CompleteError(Exception):
+    """Nothing can follow an answer."""
+
+
 class FormProcesses:
     """Makes the processes of a model's forms. Its own one is started with the first form, which takes as long as
     llguidance needs for the tokenizer (2 s for 150,000 tokens), and again if it ends.
@@ -495,6 +499,7 @@ class Matcher:
 
         Raises:
             SamplingError: the last token was not allowed, or the form takes too long, or too much memory.
+            CompleteError: none may.
             LateError: it is not known yet.
         """
         self._wait()
@@ -519,8 +524,10 @@ class Matcher:
 
 
 def _mask_of(state: State) -> Numbers:
+    if state.is_complete:
+        raise CompleteError
     if state.mask is None:
-        raise SamplingError(f"structured: the answer cannot be followed: {state.error or 'it is complete'}")
+        raise SamplingError(f"structured: the answer cannot be followed: {state.error}")
     return state.mask
 
 

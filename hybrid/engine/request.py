@@ -303,7 +303,7 @@ class Request:
             is_expected: the answer's next token is chosen by a pass under way.
         """
         own = self.constraints
-        return own is not None and (own.is_late or is_expected) and own.was_late
+        return own is not None and (own.is_late or is_expected) and (own.was_late or self.is_full)
 
     @property
     def may_draft(self) -> bool:
@@ -314,6 +314,16 @@ class Request:
     def is_complete(self) -> bool:
         """Tell whether its form lets nothing follow, which is not known with the last token."""
         return self.constraints is not None and self.constraints.is_complete
+
+    @property
+    def is_full(self) -> bool:
+        """Tell whether there is no room for another token, and its answer ends with the word of its form whether it is
+        complete."""
+        return (
+            self.finish_reason is None
+            and self.constraints is not None
+            and len(self.ids) >= self.max_len > self.prompt_len
+        )
 
     @property
     def may_end_anywhere(self) -> bool:
@@ -350,8 +360,8 @@ class Request:
         if ends or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
             self.stop_reason = token if ends else self.text.stop_text if self.text is not None else None
-        elif len(self.ids) >= self.max_len:
-            self.finish_reason = "length"
+        elif len(self.ids) >= self.max_len and not (self.constraints is not None and self.constraints.is_late):
+            self.finish_reason = "stop" if self.is_complete else "length"
         if self.finish_reason and self.text is not None:
             self.text.finish()
         if self._parser is not None and self.text is not None:
@@ -360,9 +370,9 @@ class Request:
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
 
-    def end_complete(self) -> None:
-        """End an answer after which nothing can follow."""
-        self.finish_reason = "stop"
+    def end_by_form(self) -> None:
+        """End an answer that nothing can follow, or for which there is no more room."""
+        self.finish_reason = "stop" if self.is_complete else "length"
         if self.text is not None:
             self.text.finish()
             if self._parser is not None:

@@ -443,7 +443,7 @@ class Scheduler:
         return failures
 
     def take_completed(self) -> list[Request]:
-        """Remove and return the requests of which it is known now that their answers are complete."""
+        """Remove and return the requests of which it is known now that their forms end their answers."""
         completed, self._completed = self._completed, []
         return completed
 
@@ -473,7 +473,7 @@ class Scheduler:
                 continue
             if request.is_held(request in self._expected):
                 continue
-            if request.is_complete:
+            if request.is_complete or request.is_full:
                 self._completed.append(request)
                 continue
             try:

@@ -299,7 +299,7 @@ class StepLoop(ABC):
                 self._scheduler.retract_all()
             return None
         for request in self._scheduler.take_completed():
-            self._end_complete(request)
+            self._end_by_form(request)
         if not step.parts:
             return None
         guard.undo_on_failure(step)
@@ -370,7 +370,7 @@ class StepLoop(ABC):
         known what it allows, and the request starts again when it is. False: that is not the reason."""
         request = part.request
         if request.is_complete:
-            self._end_complete(request)
+            self._end_by_form(request)
             return True
         if request.constraints is None or not request.constraints.is_held:
             return False
@@ -378,9 +378,9 @@ class StepLoop(ABC):
         self.forget(request)
         return True
 
-    def _end_complete(self, request: Request) -> None:
-        """End a request whose form lets nothing follow its answer."""
-        request.end_complete()
+    def _end_by_form(self, request: Request) -> None:
+        """End a request whose form lets nothing follow its answer, or that has waited for its form at its limit."""
+        request.end_by_form()
         self._scheduler.finish(request)
         self._end(request)
         request.outputs.put(request.source)
@@ -395,10 +395,13 @@ class StepLoop(ABC):
         if result.tokens and request.max_len == request.prompt_len:
             request.end_at_prompt()
         for at, token in enumerate(result.tokens):
-            if request.finish_reason is not None:
+            if request.finish_reason is not None or request.is_full:
                 request.num_accepted -= result.num_more - at  # these drafts are after the end
                 break
             if token == NO_TOKEN:
+                if request.is_complete:  # with the last draft
+                    request.end_by_form()
+                    break
                 raise SamplingError(request.why_no_token or NO_TOKEN_LEFT)
             before = request.last_token_at
             request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)

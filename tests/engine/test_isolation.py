@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybrid import Engine, SamplingParams
-from hybrid.engine import constraints
+from hybrid.engine.forms import FormProcesses
 from support.engines import answer, engine_on
 
 
@@ -28,10 +28,8 @@ def test_properties_are_written_in_the_order_of_the_own_schema(tiny: Engine) -> 
 
 def test_grammars_are_compiled_once_in_each_namespace(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    compile_choice = constraints.COMPILERS["choice"]
-    monkeypatch.setitem(
-        constraints.COMPILERS, "choice", lambda *given: (compiled.append(given), compile_choice(*given))[1]
-    )
+    compile_form = FormProcesses.compile
+    monkeypatch.setattr(FormProcesses, "compile", lambda *given: (compiled.append(given), compile_form(*given))[1])
     engine, params = engine_on(tiny), SamplingParams(max_new_tokens=1, structured={"choice": ["yes", "no"]})
     for namespace, count in (("", 1), ("", 1), ("other", 2), ("", 2), ("other", 2)):
         answer(engine, "a", params, namespace=namespace)

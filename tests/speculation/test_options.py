@@ -8,9 +8,10 @@ import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams
 from hybrid.commands.parity import KnownAnswers
+from hybrid.engine import forms
 from hybrid.speculation.config import SpeculationConfig
 from support.drafters import VOCAB, following
-from support.engines import GRID, assert_nothing_held, ids
+from support.engines import GRID, assert_nothing_held, engine_on, ids
 
 pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
 
@@ -87,3 +88,34 @@ def test_drafts_change_no_answer(tiny: Engine, deterministic: bool) -> None:
             assert [expected] * 3 == others, name
         assert accepted > 60
     assert run(tiny, requests, deterministic, "cache")[0] == plain
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_token_that_completes_a_form_is_the_last(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool, is_late: bool
+) -> None:
+    """With drafts up to it and beyond, where forms are late, and where it is the last one that there is room for."""
+    prompt, form = ids(12), {"choice": ["yes, it is", "no, it is not"]}
+    end = min(tiny.loaded.end_tokens)
+    engine = engine_on(tiny, overlap=overlap)
+
+    def found(count: int, drafts: Any) -> tuple[list[int], str, str | None]:
+        own = Engine(engine.loaded, engine.cache, engine.config, speculation=drafts)
+        (output,) = own.generate([prompt], SamplingParams(max_new_tokens=count, structured=form), progress=False)
+        assert output.error is None
+        assert_nothing_held(own)
+        return output.token_ids, output.text, output.finish_reason
+
+    monkeypatch.setattr(forms, "AT_ONCE", 60.0)
+    tokens, text, _ = expected = found(40, None)
+    assert text in form["choice"]
+    assert expected == (tokens, text, "stop")
+    assert end not in tokens
+    monkeypatch.setattr(forms, "AT_ONCE", 1e-6 if is_late else 60.0)
+    count = len(tokens)
+    for more in ([], [end], [end, end, 5], [5, 6]):
+        known = following({tuple(prompt): [*tokens, *more]})
+        for drafts in (None, SpeculationConfig(drafters=(known,), adaptive=False)):
+            assert found(40, drafts) == found(count + 1, drafts) == found(count, drafts) == expected
+            assert found(count - 1, drafts)[::2] == (tokens[:-1], "length")
