@@ -54,6 +54,7 @@ BOUNDS = {
     "hybrid.tree.forest.MAX_CHANGED": 32,
     "hybrid.tree.lhd.MAX_WATCHED": 500,
     "hybrid.tree.locks.MAX_CHANGED": 32,
+    "hybrid.tree.paths.MAX_OPEN": 500,
     "hybrid.tree.tree.MAX_RECENT": 100,
 }
 """Sizes of tables, so small that they are full after some thousands of requests."""

@@ -103,6 +103,9 @@ class OwnCache:
         memory: bytes of pages and states, or what is endless.
         eviction: the policy, as in `CacheConfig`.
 
+    Attributes:
+        tree: of what is cached.
+
     Raises:
         MemoryBudgetError: the memory does not hold a page and the states of one request.
     """
@@ -129,7 +132,7 @@ class OwnCache:
             self._total = memory // layout.num_bytes * layout.num_bytes + (layout.states - 1) * self._state
             prices, num_pages = Prices(self._page, self._state, self._total), self._total // self._page
         ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * num_pages)
-        self._tree = Tree(GRID, GRID, policy_of(eviction), prices, max_ghosts=ghosts)
+        self.tree: Tree = Tree(GRID, GRID, policy_of(eviction), prices, max_ghosts=ghosts)
         self._free = self._total
         self._pages = array("i")  # as many as the longest request has: what they are does not count
         self._prompts: list[OwnRunning] = []  # requests whose prompts are not computed yet
@@ -152,7 +155,7 @@ class OwnCache:
         of its prompt than is there."""
         ids = np.frombuffer(request.hashes, np.uint64).astype(np.uint32)  # the lower half of each
         key, num_input = Key(ids.tobytes(), request.namespace), ceil_div(request.num_prompt, UNIT)
-        found = self._tree.peek(key, num_input - 1)
+        found = self.tree.peek(key, num_input - 1)
         if budget is not None and (budget < PAGE or self._wait(key, num_input, found.num_tokens)):
             return None
         running = OwnRunning(request, key, found)
@@ -180,7 +183,7 @@ class OwnCache:
                 return False
         elif end > running.computed or end == request.num_prompt:
             if running.state_lock is not None:
-                self._tree.unlock(running.state_lock)
+                self.tree.unlock(running.state_lock)
                 running.state_lock = None
             self._commit(running, ceil_div(end, UNIT) // GRID * GRID)
         running.computed = end
@@ -200,15 +203,15 @@ class OwnCache:
             while node is not None and node.end > boundary:
                 node = node.parent
             if node is not None and node.end == boundary:
-                self._tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
-            self._tree.ended(running.path, request.num_tokens - request.num_prompt)
+                self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
+            self.tree.ended(running.path, request.num_tokens - request.num_prompt)
         elif running in self._prompts:
             self._prompts.remove(running)
         self._close(running)
 
     def check(self) -> list[str]:
         """Check that what is in use is what the tree owns, while no request runs. Returns what is wrong."""
-        tree, wrong = self._tree, self._tree.check()
+        tree, wrong = self.tree, self.tree.check()
         in_use = self._total - self._free
         owned = self._page * tree.num_pages + self._state * tree.num_checkpoints
         if in_use != owned:
@@ -232,7 +235,7 @@ class OwnCache:
 
     def _open(self, running: OwnRunning, found: Match, num_input: int) -> bool:
         """Lock what is found, and take pages for the rest of a prompt and room for its states. False: there is none."""
-        tree, key = self._tree, running.key
+        tree, key = self.tree, running.key
         if found.deepest is not None:
             running.lock = tree.lock_match(found)
             found = found._replace(deepest=running.lock.node)
@@ -275,7 +278,7 @@ class OwnCache:
         """Give back all that a request holds."""
         for lock in (running.lock, running.state_lock):
             if lock is not None:
-                self._tree.unlock(lock)
+                self.tree.unlock(lock)
         num_states = len(running.captured) + running.has_state
         self._free += self._page * (running.num_pages - running.num_shared) + self._state * num_states
 
@@ -304,12 +307,12 @@ class OwnCache:
         node = running.node
         if position > len(running.key) or (node is not None and node.end < position and not node.children):
             return False
-        return self._tree.peek(running.key, position).num_tokens == position
+        return self.tree.peek(running.key, position).num_tokens == position
 
     def _is_admitted(self, running: OwnRunning, position: int, kind: Kind) -> bool:
         """Ask the policy; what it does not admit is remembered with the request."""
-        usage = running.lost.setdefault(position, self._tree.new_usage(kind, running.turn, running.path))
-        self._tree.stored_for(usage, running.key.namespace, 0)
+        usage = running.lost.setdefault(position, self.tree.new_usage(kind, running.turn, running.path))
+        self.tree.stored_for(usage, running.key.namespace, 0)
         node = running.node
         if node is not None and node.slot is None:
             node = node.checkpoint_above()
@@ -317,7 +320,7 @@ class OwnCache:
             node = node.checkpoint_above()
         above = max((other for other in running.captured if other < position), default=0)
         above = max(above, node.end if node is not None else 0)
-        return self._tree.admits(usage, position, above, kind is Kind.TURN_END, True)
+        return self.tree.admits(usage, position, above, kind is Kind.TURN_END, True)
 
     def _commit(self, running: OwnRunning, end: int) -> None:
         """Give the tree all pages up to a position, and the states that are captured there. Nothing is evicted
@@ -330,9 +333,9 @@ class OwnCache:
             node = self._insert(running, end, node)
         old, shared = running.lock, running.num_shared * GRID
         if node is not None and (old is None or old.node is not node or node.end > shared):
-            running.lock = self._tree.lock_pages(node, shared)
+            running.lock = self.tree.lock_pages(node, shared)
             if old is not None:
-                self._tree.unlock(old)
+                self.tree.unlock(old)
 
     def _insert(self, running: OwnRunning, end: int, below: Node | None) -> Node | None:
         """Give the tree pages up to a position, with the state there, if there is one.
@@ -343,7 +346,7 @@ class OwnCache:
         Returns:
             Where they end now.
         """
-        tree, num_pages = self._tree, end // GRID
+        tree, num_pages = self.tree, end // GRID
         checkpoint = None
         if end in running.captured:
             kind = running.captured.pop(end)
@@ -387,7 +390,7 @@ class OwnCache:
 
     def _can_have(self, num_bytes: int) -> bool:
         """Return whether that many bytes are free if all is evicted that can be."""
-        tree, locks = self._tree, self._tree.locks
+        tree, locks = self.tree, self.tree.locks
         pages, states = tree.num_pages - locks.num_pages, tree.num_checkpoints - locks.num_checkpoints
         return self._free + pages * self._page + states * self._state >= num_bytes
 
@@ -400,7 +403,7 @@ class OwnCache:
             return False
         while self._free < num_bytes:
             released = Released()
-            self._tree.evict_one(ceil_div(num_bytes - self._free, self._page), released)
+            self.tree.evict_one(ceil_div(num_bytes - self._free, self._page), released)
             if not released.pages and not released.slots:
                 return False
             self._free += self._page * len(released.pages) + self._state * len(released.slots)

@@ -77,6 +77,7 @@ class PathRhythm:
         shortest: length from which on what is at the end of a path is ranked by it: where paths have anchors, and are
             evicted piece by piece. 0: never.
         is_known: there are densities.
+        counts: continuations, and seconds, by class and bin of age, `[2, classes, bins]`; they fade.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class PathRhythm:
         self._times = np.zeros(MAX_TIMES)  # of requests, by their number
         self._now = 0
         self._requests = self._seconds = 0.0  # whose ratio is the rate
-        self._counts = np.zeros((2, NUM_CLASSES, BINS))  # continuations, and seconds
+        self.counts: np.ndarray = np.zeros((2, NUM_CLASSES, BINS))
         self._open: list[Path | None] = [None] * MAX_OPEN
         self._next = 0
         self._begun = np.zeros(MAX_OPEN)
@@ -115,7 +116,7 @@ class PathRhythm:
         gap = self.now - before.seconds
         if before.place is not None:
             self._count(np.array([before.place]))
-            self._counts[0, before.group, bins_of(np.array([gap]))] += 1
+            self.counts[0, before.group, bins_of(np.array([gap]))] += 1
             self._forget(before)
         return Path(self.now, int(np.searchsorted(GAPS, gap, "right")))
 
@@ -145,13 +146,13 @@ class PathRhythm:
         """Count the seconds of those that are watched, from the age up to which they are counted."""
         ages = self.now - self._begun[places]
         spent = np.minimum(ages[:, None], _FIRST + _WIDTHS) - np.maximum(self._counted[places][:, None], _FIRST)
-        np.add.at(self._counts[1], self._groups[places], np.maximum(spent, 0.0, out=spent))
+        np.add.at(self.counts[1], self._groups[places], np.maximum(spent, 0.0, out=spent))
         self._counted[places] = np.maximum(self._counted[places], ages)
 
     def _fit(self) -> None:
         """Make the densities anew."""
         self._count(np.flatnonzero(self._counted < np.inf))
-        hits, spent = smoothed(self._counts)
+        hits, spent = smoothed(self.counts)
         expected = (hits.sum(axis=0) + PRIOR) / (spent.sum(axis=0) + PRIOR / _FIRST_HAZARDS)
         hazards = (hits + PRIOR) / (spent + PRIOR / expected)
         rate = self._requests / self._seconds
@@ -163,7 +164,7 @@ class PathRhythm:
             within = (1 - stays) / going
             hit, time = within * hazard + stays * hit, within + stays * time
             self._densities[:, place] = hit / time / rate
-        self._counts *= FADING
+        self.counts *= FADING
         self.is_known = True
 
 

@@ -72,8 +72,8 @@ def test_both_learn_the_same_rhythm_of_paths() -> None:
         model.serve(replace(one, time=5.0 * number))
         ids = np.frombuffer(one.hashes, np.uint64).astype(np.uint32).tobytes()
         imported("hit_rate").serve(real, Key(ids), ceil_div(one.num_prompt, UNIT), one.num_tokens // UNIT)
-    ours, theirs = (tree.candidates.rhythm for tree in (model._tree, real.tree))
+    ours, theirs = (tree.candidates.rhythm for tree in (model.tree, real.tree))
     assert ours is not None and theirs is not None and ours.is_known and theirs.is_known
-    of_ours, of_theirs = (rhythm._counts.sum(axis=(1, 2)) for rhythm in (ours, theirs))
+    of_ours, of_theirs = (rhythm.counts.sum(axis=(1, 2)) for rhythm in (ours, theirs))
     assert of_ours[0] > 20
     assert of_ours == pytest.approx(of_theirs, rel=0.05)
