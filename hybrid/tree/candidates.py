@@ -275,7 +275,7 @@ class Candidates:
 
     def came_between(self, node: Node) -> None:
         """Look at the anchors above and below a checkpoint again that has come."""
-        if not self._spacing or not any(queues.kept for queues in self._all):
+        if not any(queues.kept for queues in self._all):
             return
         if (above := node.checkpoint_above()) is not None:
             self.not_kept(above)

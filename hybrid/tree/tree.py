@@ -557,7 +557,8 @@ class Tree:
             usage.shadow, shadow.usage, node.usage.shadow = shadow, usage, None
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
-        self.candidates.came_between(node)
+        if self._spacing:
+            self.candidates.came_between(node)
         if node.state_locks:
             self.locks.checkpoint_came(node)
         if self.candidates.reports_entries:
