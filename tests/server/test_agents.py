@@ -232,6 +232,7 @@ def test_the_small_model_answers_a_loop_of_tools_in_each_api(post_tiny: Poster) 
     tools = [{"type": "function", "function": bounded}]
     chat: dict[str, Any] = {"messages": ASKED, "tools": tools, "max_tokens": 60}
     first = post_tiny.chat(**chat, tool_choice="required").json()
+    assert "choices" in first, first
     message = first["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
     last = post_tiny.chat(**chat | {"messages": [*ASKED, message, result]}).json()
