@@ -153,6 +153,8 @@ class FormProcesses:
                 if link is None:
                     raise ConnectionError("it has ended")
                 (pid,) = SIZE.unpack(_read(link, SIZE.size))
+                if _can_read(link, 0):  # it says no more before it has a form: it has ended since
+                    raise ConnectionError("it has ended")
                 return starter, link, pid
             except OSError as error:
                 if link is not None:
@@ -269,6 +271,13 @@ def _read(link: socket.socket, size: int) -> bytes:
     return found
 
 
+def _can_read(link: socket.socket, seconds: float) -> bool:
+    """Tell whether something comes within this time, or the other side has closed."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 class Form:
     """A form that was compiled, in a process of its own. After that one thread asks.
 
@@ -308,7 +317,7 @@ class Form:
         try:
             with aside.get()():
                 link.sendall(SIZE.pack(len(raw)) + raw)
-                if not self._can_read(USUAL_SECONDS):
+                if not _can_read(self._link, USUAL_SECONDS):
                     self._lower_priority()
                 self.first: State = self._read_state()
         except OSError:
@@ -364,7 +373,7 @@ class Form:
 
     def wait(self, seconds: float) -> None:
         """Wait for an answer."""
-        self._can_read(seconds)
+        _can_read(self._link, seconds)
 
     def _take(self, wait: bool) -> bool:
         try:
@@ -387,11 +396,6 @@ class Form:
         while self._asked:
             matcher, what = self._asked.popleft()
             matcher.answered(what, State(FAILED, None, BOUNDS))
-
-    def _can_read(self, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(self._link, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
 
     def _lower_priority(self) -> None:
         try:
