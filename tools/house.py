@@ -1,9 +1,12 @@
-"""Count what a reader meets: lines, files and floors of each room, names that stand for two classes, and the files that
-three ways pass through: a prompt's first step, a decode step, an eviction to disk.
+"""Count what a reader meets: files, lines, classes, functions and floors of each room, names that stand for two
+classes, and what five ways run: a request that is added, a prompt's first step, a decode step, one with overlap, an
+eviction to disk.
 
     python tools/house.py [--json]
 
-A file counts as passed when one of its functions runs. Floors are the longest chain of imports within a room.
+Floors are the longest chain of imports within a room. Of a way, `functions` are those of `hybrid/` that run, `calls`
+how often they do, in every thread, and `hops` how many of these calls come from another file of `hybrid/`.
+Comprehensions count with the function that they stand in.
 """
 
 import argparse
@@ -13,12 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("hybrid", "kernels", "models", "tests", "bench")
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 
 
 def python_files(folder: str) -> list[Path]:
@@ -34,6 +40,11 @@ def room(path: Path) -> str:
 def module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts if parts[0] == "hybrid" else ("hybrid", *parts))
+
+
+def num_definitions(paths: list[Path], *kinds: type[ast.AST]) -> int:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in paths)
+    return sum(isinstance(node, kinds) for tree in trees for node in ast.walk(tree))
 
 
 def floors(paths: list[Path]) -> int:
@@ -68,14 +79,40 @@ def names_of_two_classes() -> dict[str, list[str]]:
     return {name: places for name, places in sorted(found.items()) if len(places) > 1}
 
 
-def passed_files(call: Callable[[], object]) -> set[str]:
-    """Files of `hybrid/` in which a function runs during `call`, in any thread that it starts or wakes."""
-    seen: set[str] = set()
+@dataclass
+class Way:
+    """What of `hybrid/` one call runs."""
+
+    functions: set[tuple[str, str, int]] = field(default_factory=set)
+    """File, qualified name and first line of each function."""
+    calls: int = 0
+    hops: int = 0
+
+    def figures(self) -> dict[str, object]:
+        rooms = Counter(room(ROOT / "hybrid" / file) for file, _, _ in self.functions)
+        files = sorted({file for file, _, _ in self.functions})
+        counts = {"files": len(files), "functions": len(self.functions), "calls": self.calls, "hops": self.hops}
+        return {**counts, "functions by room": dict(rooms.most_common()), "passed files": files}
+
+
+def watched(call: Callable[[], object]) -> Way:
+    """What `call` runs, in any thread that it starts or wakes."""
+    way = Way()
     prefix = str(ROOT / "hybrid") + "/"
 
-    def watch(frame: object, event: str, _: object) -> None:
-        if event == "call":
-            seen.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
+    def file_of(frame: FrameType | None) -> str | None:
+        """The file of `hybrid/` that the nearest frame of it lies in."""
+        while frame is not None and not frame.f_code.co_filename.startswith(prefix):
+            frame = frame.f_back
+        return None if frame is None else frame.f_code.co_filename
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(prefix) or code.co_name in COMPREHENSIONS:
+            return
+        way.functions.add((code.co_filename.removeprefix(prefix), code.co_qualname, code.co_firstlineno))
+        way.calls += 1
+        way.hops += file_of(frame.f_back) not in (None, code.co_filename)
 
     threading.setprofile_all_threads(watch) if sys.version_info >= (3, 12) else threading.setprofile(watch)
     sys.setprofile(watch)
@@ -84,21 +121,28 @@ def passed_files(call: Callable[[], object]) -> set[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return {name.removeprefix(prefix) for name in seen if name.startswith(prefix)}
+    return way
 
 
-def ways() -> dict[str, set[str]]:
-    """The files of the three ways, on the model in the package."""
+def ways() -> dict[str, Way]:
+    """The five ways, on the model in the package."""
     import hybrid
 
     greedy = hybrid.SamplingParams(max_new_tokens=8, ignore_eos=True)
     found = {}
-    with hybrid.Engine.from_pretrained("tiny", cache=hybrid.CacheConfig(memory="32MiB")) as engine:
-        list(engine.generate(["warm up"], greedy))
-        engine.add_request(list(range(40, 140)), greedy)
-        found["first step of a prompt"] = passed_files(engine.step)
-        engine.step()
-        found["decode step"] = passed_files(engine.step)
+    for overlap in (False, True):
+        cache = hybrid.CacheConfig(memory="32MiB")
+        with hybrid.Engine.from_pretrained("tiny", cache=cache, config=hybrid.EngineConfig(overlap=overlap)) as engine:
+            list(engine.generate(["warm up"], greedy))
+            added = watched(lambda: engine.add_request(list(range(40, 140)), greedy))
+            first = watched(engine.step)
+            engine.step()
+            engine.step()
+            decode = watched(engine.step)
+        if overlap:
+            found["decode step, overlapped"] = decode
+        else:
+            found |= {"request that is added": added, "first step of a prompt": first, "decode step": decode}
     with tempfile.TemporaryDirectory() as folder:
         config = hybrid.CacheConfig(memory="3MiB", disk="64MiB", directory=folder)
         with hybrid.Engine.from_pretrained("tiny", cache=config) as engine:
@@ -114,7 +158,7 @@ def ways() -> dict[str, set[str]]:
                 time.sleep(0.2)  # what the tier's thread writes
 
             before = engine.cache.stats().evicted_pages
-            found["opening a request that evicts to disk"] = passed_files(evict)
+            found["opening a request that evicts to disk"] = watched(evict)
             assert engine.cache.stats().evicted_pages > before, "nothing was evicted"
     return found
 
@@ -130,20 +174,22 @@ def main() -> None:
         name: {
             "files": len(paths),
             "lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths),
+            "classes": num_definitions(paths, ast.ClassDef),
+            "functions": num_definitions(paths, ast.FunctionDef, ast.AsyncFunctionDef),
             "floors": floors(paths),
         }
         for name, paths in rooms.items()
     }
     twice = names_of_two_classes()
-    passed = {name: sorted(files) for name, files in ways().items()}
+    passed = {name: way.figures() for name, way in ways().items()}
     if asked.json:
         print(json.dumps({"rooms": figures, "names of two classes": twice, "ways": passed}, indent=1))
         return
     for name, row in figures.items():
-        print(f"{name:20} {row['files']:4} files {row['lines']:6} lines {row['floors']:3} floors")
+        print(f"{name:20} " + " ".join(f"{number:6} {what}" for what, number in row.items()))
     print(f"names of two classes: {len(twice)} ({', '.join(twice)})")
-    for name, files in passed.items():
-        print(f"{name}: {len(files)} files of hybrid/")
+    for name, way in passed.items():
+        print(f"{name}: " + ", ".join(f"{way[what]} {what}" for what in ("files", "functions", "calls", "hops")))
 
 
 if __name__ == "__main__":
