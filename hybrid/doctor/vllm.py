@@ -5,8 +5,8 @@ from __future__ import annotations
 from hybrid.doctor.engine import MAX_RUNNING, MISS, Hit
 from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sizes import Endless, Memory, Sizes
+from hybrid.doctor.vllm_blocks import MAX_BATCHED_TOKENS, Holding, VllmBlocks
 from hybrid.errors import MemoryBudgetError
-from hybrid.mirror.vllm_blocks import MAX_BATCHED_TOKENS, Holding, VllmBlocks
 from hybrid.units import format_bytes
 
 FREE_BLOCKS = 1 << 40
