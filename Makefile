@@ -38,16 +38,13 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# ./kernels and ./models are installed as hybrid.kernels and hybrid.models: the type checker sees them at that place. They
-# get an __init__.py there, without which pyright does not follow imports from file to file when it counts types.
+# ./kernels and ./models are installed as hybrid.kernels and hybrid.models: the type checker sees them at that place.
 typecheck: .venv/.installed
 	@rm -rf .venv/types && mkdir -p .venv/types/hybrid/kernels .venv/types/hybrid/models
 	@ln -sfn $(CURDIR)/hybrid/* .venv/types/hybrid/
 	@ln -sfn $(CURDIR)/kernels/* .venv/types/hybrid/kernels/
 	@ln -sfn $(CURDIR)/models/* .venv/types/hybrid/models/
-	@touch .venv/types/hybrid/kernels/__init__.py .venv/types/hybrid/models/__init__.py
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
-	$(BIN)/python tests/support/typed.py .venv/types --at-least 95
 
 # Coverage takes an eighth of the time; COVERAGE= leaves it out.
 COVERAGE ?= --cov --cov-report=term --cov-fail-under=90

@@ -44,17 +44,17 @@ class Heads(nn.Module):
         self.head_dim: int = head_dim
         self.scale: float = head_dim**-0.5
         size, bias = config.hidden_size, bool(getattr(config, "attention_bias", False))
-        self.q_proj: Linear = Linear(size, query_parts * self.heads * head_dim, bias)
-        self.k_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
-        self.v_proj: Linear = Linear(size, self.kv_heads * head_dim, bias)
-        self.o_proj: Linear = Linear(self.heads * head_dim, size, bias)
-        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
+        self.q_proj = Linear(size, query_parts * self.heads * head_dim, bias)
+        self.k_proj = Linear(size, self.kv_heads * head_dim, bias)
+        self.v_proj = Linear(size, self.kv_heads * head_dim, bias)
+        self.o_proj = Linear(self.heads * head_dim, size, bias)
+        self.inputs = Projections(self.q_proj, self.k_proj, self.v_proj)
         self.add_norms(config)
 
     def add_norms(self, config: Any) -> None:
         """Make the norms of queries and keys."""
-        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def of_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Keys or values `[T, kv_heads * head_dim]` as `[T, kv_heads, head_dim]`."""
@@ -147,8 +147,8 @@ class NormedAttention(Attention):
     def add_norms(self, config: Any) -> None:
         """Make the norms of queries and keys."""
         eps = config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps
-        self.q_norm: RMSNorm = RMSNorm(self.head_dim, eps, offset=0.0)
-        self.k_norm: RMSNorm = RMSNorm(self.head_dim, eps, offset=0.0)
+        self.q_norm = RMSNorm(self.head_dim, eps, offset=0.0)
+        self.k_norm = RMSNorm(self.head_dim, eps, offset=0.0)
 
 
 def head_dim_of(config: Any) -> int:

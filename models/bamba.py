@@ -27,9 +27,9 @@ class BambaLayer(ResidualLayer):
         else:
             mixer = PlainAttention(config, index_of_type)
             self.self_attn = mixer
-        self.feed_forward: MLP = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-        self.pre_ff_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.feed_forward = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             mixer,

@@ -104,7 +104,7 @@ class TextModel(nn.Module):
         self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size)
         )
-        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm = norm
 
 
@@ -152,8 +152,8 @@ class CausalLM(EngineModel, ABC):
     ) -> None:
         super().__init__(config)
         self.chunk_size = chunk_size
-        self.model: TextModel = TextModel(config, layers, norm)
-        self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size)
+        self.model = TextModel(config, layers, norm)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.mtp: MultiTokenPredictor | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()

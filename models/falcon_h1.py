@@ -39,12 +39,12 @@ class FalconLayer(ResidualLayer):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.mamba: Mamba2 = Mamba2(sizes_of(config), layer)
+        self.mamba = Mamba2(sizes_of(config), layer)
         scale = head_dim_of(config) ** -0.5 * config.key_multiplier  # keys are kept without their factor
-        self.self_attn: PlainAttention = PlainAttention(config, layer, scale)
-        self.feed_forward: ScaledMLP = ScaledMLP(config)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.pre_ff_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.self_attn = PlainAttention(config, layer, scale)
+        self.feed_forward = ScaledMLP(config)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.pre_ff_layernorm = RMSNorm(size, eps, offset=0.0)
         self.attention_scales: tuple[float, float] = (config.attention_in_multiplier, config.attention_out_multiplier)
         self.linear_scale: float = config.ssm_out_multiplier
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (

@@ -52,11 +52,11 @@ class Gemma3Layer(nn.Module):
         kind = WindowAttention if self.is_linear else Attention
         self.self_attn: Heads = kind(config, index_of_type, config.head_dim)
         self.self_attn.scale = config.query_pre_attn_scalar**-0.5
-        self.mlp: MLP = MLP(size, config.intermediate_size, activation=gelu_and_mul)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps)
-        self.pre_feedforward_layernorm: RMSNorm = RMSNorm(size, eps)
-        self.post_feedforward_layernorm: RMSNorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, config.intermediate_size, activation=gelu_and_mul)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.pre_feedforward_layernorm = RMSNorm(size, eps)
+        self.post_feedforward_layernorm = RMSNorm(size, eps)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             self.self_attn,

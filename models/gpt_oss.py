@@ -39,7 +39,7 @@ class SinkAttention(PlainAttention):
 
     def add_norms(self, config: Any) -> None:
         """Make the sinks, and no norms."""
-        self.sinks: nn.Parameter = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.sinks = nn.Parameter(torch.empty(self.heads), requires_grad=False)
 
     def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
         """Attention of queries, `[T, heads, head_dim]`."""
@@ -64,7 +64,7 @@ class SinkWindowAttention(WindowAttention):
 
     def add_norms(self, config: Any) -> None:
         """Make the sinks, and no norms."""
-        self.sinks: nn.Parameter = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.sinks = nn.Parameter(torch.empty(self.heads), requires_grad=False)
 
     def turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Queries and keys, rotated."""
@@ -127,8 +127,8 @@ class BoundedExperts(Experts):
     def __init__(self, config: Any) -> None:
         size, intermediate, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
         super().__init__(size, intermediate, experts)
-        self.gate_up_proj_bias: nn.Parameter = nn.Parameter(torch.empty(experts, 2 * intermediate), requires_grad=False)
-        self.down_proj_bias: nn.Parameter = nn.Parameter(torch.empty(experts, size), requires_grad=False)
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * intermediate), requires_grad=False)
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, size), requires_grad=False)
         self.alpha: float = getattr(config, "swiglu_alpha", 1.702)
         self.limit: float = getattr(config, "swiglu_limit", 7.0)
 
@@ -160,8 +160,8 @@ class GptOssMoE(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.router: BiasedRouter = BiasedRouter(config)
-        self.experts: BoundedExperts = BoundedExperts(config)
+        self.router = BiasedRouter(config)
+        self.experts = BoundedExperts(config)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -181,9 +181,9 @@ class GptOssLayer(ResidualLayer):
         self.is_linear: bool = layer_type == SLIDING
         kind = SinkWindowAttention if self.is_linear else SinkAttention
         self.self_attn: Heads = kind(config, index_of_type)
-        self.mlp: GptOssMoE = GptOssMoE(config)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.mlp = GptOssMoE(config)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             self.self_attn,

@@ -31,8 +31,8 @@ class SharedMLP(nn.Module):
 
     def __init__(self, size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.input_linear: Linear = Linear(size, 2 * intermediate_size)
-        self.output_linear: Linear = Linear(intermediate_size, size)
+        self.input_linear = Linear(size, 2 * intermediate_size)
+        self.output_linear = Linear(intermediate_size, size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -45,8 +45,8 @@ class GraniteExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, experts = config.hidden_size, config.num_local_experts
-        self.router: ExpertRouter = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=True)
-        self.experts: Experts = Experts(size, config.intermediate_size, experts)
+        self.router = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=True)
+        self.experts = Experts(size, config.intermediate_size, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the experts on `[T, size]`."""
@@ -86,10 +86,10 @@ class GraniteLayer(ResidualLayer):
         else:
             mixer = PlainAttention(config, index_of_type, config.attention_multiplier)
             self.self_attn = mixer
-        self.shared_mlp: SharedMLP = SharedMLP(size, config.shared_intermediate_size)
+        self.shared_mlp = SharedMLP(size, config.shared_intermediate_size)
         self.block_sparse_moe: GraniteExperts | None = GraniteExperts(config) if config.num_local_experts else None
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             mixer,

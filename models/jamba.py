@@ -26,8 +26,8 @@ class JambaExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, experts = config.hidden_size, config.num_experts
-        self.router: ExpertRouter = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=False)
-        self.experts: Experts = Experts(size, config.intermediate_size, experts)
+        self.router = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=False)
+        self.experts = Experts(size, config.intermediate_size, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -48,8 +48,8 @@ class JambaLayer(ResidualLayer):
             mixer = PlainAttention(config, index_of_type)
             self.self_attn = mixer
         self.feed_forward: nn.Module = JambaExperts(config) if has_experts else MLP(size, config.intermediate_size)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.pre_ff_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.pre_ff_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             mixer,

@@ -55,20 +55,20 @@ class KimiDeltaAttention(nn.Module):
         self.lowest: float | None = lowest
         size, heads = config.hidden_size, config.linear_num_heads
         inner = heads * self.head_dim
-        self.q_proj: Linear = Linear(size, inner)
-        self.k_proj: Linear = Linear(size, inner)
-        self.v_proj: Linear = Linear(size, inner)
-        self.b_proj: Linear = Linear(size, heads)
+        self.q_proj = Linear(size, inner)
+        self.k_proj = Linear(size, inner)
+        self.v_proj = Linear(size, inner)
+        self.b_proj = Linear(size, heads)
         for name, module in (*decay.items(), *gate.items()):
             self.add_module(name, module)
         self._decay, self._gate = (*decay.values(),), (*gate.values(),)
         self.rates: tuple[Tensor, Tensor] | None = None
         self.ones: dict[torch.dtype, Tensor] = {}
-        self.conv1d: DepthwiseWeight = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
-        self.A_log: nn.Parameter = nn.Parameter(torch.empty(rates), requires_grad=False)
-        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(inner), requires_grad=False)
-        self.o_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=0.0)
-        self.o_proj: Linear = Linear(inner, size)
+        self.conv1d = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(rates), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(inner), requires_grad=False)
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=0.0)
+        self.o_proj = Linear(inner, size)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""

@@ -34,8 +34,8 @@ class KimiLayer(ResidualLayer):
         self.is_linear: bool = is_linear
         self.self_attn: nn.Module = mixer
         self.mlp: nn.Module = MLP(size, config.intermediate_size) if is_dense else SharedMoE(config)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             mixer,

@@ -42,21 +42,17 @@ class LatentAttention(nn.Module):
         size, bias, queries = config.hidden_size, config.attention_bias, self.heads * sum(self.sizes)
         short: int | None = getattr(config, "q_lora_rank", None)
         if short is None:
-            self.q_proj: Linear = Linear(size, queries)
+            self.q_proj = Linear(size, queries)
         else:
-            self.q_a_proj: Linear = Linear(size, short, bias)
-            self.q_a_layernorm: RMSNorm = RMSNorm(short, 1e-6, offset=0.0)
-            self.q_b_proj: Linear = Linear(short, queries)
+            self.q_a_proj = Linear(size, short, bias)
+            self.q_a_layernorm = RMSNorm(short, 1e-6, offset=0.0)
+            self.q_b_proj = Linear(short, queries)
         self.is_short: bool = short is not None
-        self.kv_a_proj_with_mqa: Linear = Linear(size, self.rank + self.sizes[1], bias)
-        self.kv_a_layernorm: RMSNorm = RMSNorm(self.rank, 1e-6, offset=0.0)
-        self.key_up: nn.Parameter = nn.Parameter(
-            torch.empty(self.heads * self.sizes[0], self.rank), requires_grad=False
-        )
-        self.value_up: nn.Parameter = nn.Parameter(
-            torch.empty(self.heads * config.v_head_dim, self.rank), requires_grad=False
-        )
-        self.o_proj: Linear = Linear(self.heads * config.v_head_dim, size, bias)
+        self.kv_a_proj_with_mqa = Linear(size, self.rank + self.sizes[1], bias)
+        self.kv_a_layernorm = RMSNorm(self.rank, 1e-6, offset=0.0)
+        self.key_up = nn.Parameter(torch.empty(self.heads * self.sizes[0], self.rank), requires_grad=False)
+        self.value_up = nn.Parameter(torch.empty(self.heads * config.v_head_dim, self.rank), requires_grad=False)
+        self.o_proj = Linear(self.heads * config.v_head_dim, size, bias)
         self.g_proj: Linear | None = Linear(size, self.heads) if gated else None
         self.turned_key_up: Tensor | None = None
 

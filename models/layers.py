@@ -45,7 +45,7 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.shape: tuple[int, int] = (outputs, inputs)
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.scale: Tensor | None = None
 
@@ -168,7 +168,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps: float = eps
         self.offset = offset
         self.scale: Tensor | None = None
@@ -197,7 +197,7 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps: float = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class DepthwiseWeight(nn.Module):
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
 
 
@@ -231,10 +231,10 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj: Linear = Linear(size, intermediate_size, bias)
-        self.up_proj: Linear = Linear(size, intermediate_size, bias)
-        self.down_proj: Linear = Linear(intermediate_size, size, bias)
-        self.inputs: Projections = Projections(self.gate_proj, self.up_proj)
+        self.gate_proj = Linear(size, intermediate_size, bias)
+        self.up_proj = Linear(size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, size, bias)
+        self.inputs = Projections(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

@@ -45,9 +45,9 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.layer = layer
         size, bias = config.hidden_size, bool(config.conv_bias)
-        self.in_proj: Linear = Linear(size, 3 * size, bias)
-        self.conv: DepthwiseWeight = DepthwiseWeight(size, config.conv_L_cache, bias)
-        self.out_proj: Linear = Linear(size, size, bias)
+        self.in_proj = Linear(size, 3 * size, bias)
+        self.conv = DepthwiseWeight(size, config.conv_L_cache, bias)
+        self.out_proj = Linear(size, size, bias)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
@@ -77,7 +77,7 @@ class Lfm2Experts(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.gate: SigmoidRouter = SigmoidRouter(
+        self.gate = SigmoidRouter(
             config.hidden_size,
             config.num_experts,
             config.num_experts_per_tok,
@@ -86,7 +86,7 @@ class Lfm2Experts(nn.Module):
             has_bias=config.use_expert_bias,
             least=1e-6,
         )
-        self.experts: Experts = Experts(config.hidden_size, config.moe_intermediate_size, config.num_experts)
+        self.experts = Experts(config.hidden_size, config.moe_intermediate_size, config.num_experts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -106,8 +106,8 @@ class Lfm2Layer(ResidualLayer):
             mixer = NormedAttention(config, index_of_type)
             self.self_attn = mixer
         self.feed_forward = feed_forward
-        self.operator_norm: RMSNorm = RMSNorm(config.hidden_size, config.norm_eps, offset=0.0)
-        self.ffn_norm: RMSNorm = RMSNorm(config.hidden_size, config.norm_eps, offset=0.0)
+        self.operator_norm = RMSNorm(config.hidden_size, config.norm_eps, offset=0.0)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.operator_norm,
             mixer,

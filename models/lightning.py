@@ -29,10 +29,10 @@ class LightningAttention(nn.Module):
         self.heads: int = config.num_attention_heads
         self.head_dim: int = head_dim
         size, inner = config.hidden_size, self.heads * head_dim
-        self.qkv_proj: Linear = Linear(size, 3 * inner)
-        self.output_gate: Linear = Linear(size, inner)
-        self.norm: RMSNorm = RMSNorm(inner, 1e-6, offset=0.0)
-        self.out_proj: Linear = Linear(inner, size)
+        self.qkv_proj = Linear(size, 3 * inner)
+        self.output_gate = Linear(size, inner)
+        self.norm = RMSNorm(inner, 1e-6, offset=0.0)
+        self.out_proj = Linear(inner, size)
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:

@@ -22,9 +22,9 @@ class LlamaLayer(ResidualLayer):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Attention = attention
-        self.mlp: MLP = MLP(size, config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.mlp = MLP(size, config.intermediate_size, bool(getattr(config, "mlp_bias", False)))
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             self.self_attn,

@@ -33,17 +33,17 @@ class Mamba1(nn.Module):
         size, inner = config.hidden_size, config.mamba_expand * config.hidden_size
         rank, states, eps = config.mamba_dt_rank, config.mamba_d_state, config.rms_norm_eps
         self.widths: tuple[int, int, int] = (rank, states, states)
-        self.in_proj: Linear = Linear(size, 2 * inner, config.mamba_proj_bias)
-        self.conv1d: DepthwiseWeight = DepthwiseWeight(inner, config.mamba_d_conv, config.mamba_conv_bias)
-        self.x_proj: Linear = Linear(inner, sum(self.widths))
-        self.dt_proj: Linear = Linear(rank, inner)
-        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(inner), requires_grad=False)
-        self.A_log: nn.Parameter = nn.Parameter(torch.empty(inner, states), requires_grad=False)
+        self.in_proj = Linear(size, 2 * inner, config.mamba_proj_bias)
+        self.conv1d = DepthwiseWeight(inner, config.mamba_d_conv, config.mamba_conv_bias)
+        self.x_proj = Linear(inner, sum(self.widths))
+        self.dt_proj = Linear(rank, inner)
+        self.dt_bias = nn.Parameter(torch.empty(inner), requires_grad=False)
+        self.A_log = nn.Parameter(torch.empty(inner, states), requires_grad=False)
         self.D = nn.Parameter(torch.empty(inner), requires_grad=False)
-        self.dt_layernorm: RMSNorm = RMSNorm(rank, eps, offset=0.0)
-        self.b_layernorm: RMSNorm = RMSNorm(states, eps, offset=0.0)
-        self.c_layernorm: RMSNorm = RMSNorm(states, eps, offset=0.0)
-        self.out_proj: Linear = Linear(inner, size, config.mamba_proj_bias)
+        self.dt_layernorm = RMSNorm(rank, eps, offset=0.0)
+        self.b_layernorm = RMSNorm(states, eps, offset=0.0)
+        self.c_layernorm = RMSNorm(states, eps, offset=0.0)
+        self.out_proj = Linear(inner, size, config.mamba_proj_bias)
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:

@@ -99,7 +99,7 @@ class GroupedGatedNorm(nn.Module):
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.groups: int = groups
         self.eps: float = eps
 
@@ -124,14 +124,14 @@ class Mamba2(nn.Module):
         inner, shared, heads = sizes.inner, sizes.shared, sizes.heads
         self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, heads)
         self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
-        self.in_proj: Linear = Linear(sizes.size, sum(self.widths), sizes.in_bias)
-        self.conv1d: DepthwiseWeight = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
-        self.A_log: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.in_proj = Linear(sizes.size, sum(self.widths), sizes.in_bias)
+        self.conv1d = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
+        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.D = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
         if sizes.has_norm:
-            self.norm: GroupedGatedNorm = GroupedGatedNorm(inner, sizes.groups, sizes.eps)
-        self.out_proj: Linear = Linear(inner, sizes.size, sizes.out_bias)
+            self.norm = GroupedGatedNorm(inner, sizes.groups, sizes.eps)
+        self.out_proj = Linear(inner, sizes.size, sizes.out_bias)
         self.rate: Tensor | None = None
         self.factors: Tensor | None = None
 

@@ -23,8 +23,8 @@ class MiniMaxExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, experts = config.hidden_size, config.num_local_experts
-        self.gate: ExpertRouter = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=True)
-        self.experts: Experts = Experts(size, config.intermediate_size, experts)
+        self.gate = ExpertRouter(size, experts, config.num_experts_per_tok, normalise=True)
+        self.experts = Experts(size, config.intermediate_size, experts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -51,9 +51,9 @@ class MiniMaxLayer(ResidualLayer):
             first = (config.full_attn_alpha_factor, config.full_attn_beta_factor)
         self.factors: tuple[tuple[float, float], ...] = (first, (config.mlp_alpha_factor, config.mlp_beta_factor))
         self.self_attn: nn.Module = mixer
-        self.block_sparse_moe: MiniMaxExperts = MiniMaxExperts(config)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.block_sparse_moe = MiniMaxExperts(config)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             self.self_attn,

@@ -106,12 +106,8 @@ class Experts(nn.Module):
         super().__init__()
         self.sizes: dict[str, int] = {self.first: size, "down_proj": intermediate_size}
         self.scales: dict[str, Tensor] = {}
-        self.gate_up_proj: nn.Parameter = nn.Parameter(
-            torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False
-        )
-        self.down_proj: nn.Parameter = nn.Parameter(
-            torch.empty(num_experts, size, intermediate_size), requires_grad=False
-        )
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size), requires_grad=False)
 
     @property
     def reads_on_host(self) -> bool:
@@ -162,9 +158,7 @@ class UngatedExperts(Experts):
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__(size, intermediate_size, num_experts)
         del self.gate_up_proj
-        self.up_proj: nn.Parameter = nn.Parameter(
-            torch.empty(num_experts, intermediate_size, size), requires_grad=False
-        )
+        self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size), requires_grad=False)
 
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""
@@ -177,10 +171,10 @@ class SparseMoE(nn.Module):
     def __init__(self, config: Any, normalise: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.gate: ExpertRouter = ExpertRouter(size, config.num_experts, config.num_experts_per_tok, normalise)
-        self.experts: Experts = Experts(size, config.moe_intermediate_size, config.num_experts)
-        self.shared_expert: MLP = MLP(size, config.shared_expert_intermediate_size)
-        self.shared_expert_gate: Linear = Linear(size, 1)
+        self.gate = ExpertRouter(size, config.num_experts, config.num_experts_per_tok, normalise)
+        self.experts = Experts(size, config.moe_intermediate_size, config.num_experts)
+        self.shared_expert = MLP(size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = Linear(size, 1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -200,7 +194,7 @@ class SharedMoE(nn.Module):
     def __init__(self, config: Any, least: float = 1e-20) -> None:
         super().__init__()
         size, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
-        self.gate: SigmoidRouter = SigmoidRouter(
+        self.gate = SigmoidRouter(
             size,
             experts,
             config.num_experts_per_tok,
@@ -211,8 +205,8 @@ class SharedMoE(nn.Module):
             groups=config.n_group,
             top_groups=config.topk_group,
         )
-        self.experts: Experts = Experts(size, intermediate, experts)
-        self.shared_experts: MLP = MLP(size, config.n_shared_experts * intermediate)
+        self.experts = Experts(size, intermediate, experts)
+        self.shared_experts = MLP(size, config.n_shared_experts * intermediate)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

@@ -60,12 +60,12 @@ class MultiTokenPredictor(nn.Module):
 
     def __init__(self, config: Any, layer: ResidualLayer) -> None:
         super().__init__()
-        self.pre_fc_norm_hidden: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_fc_norm_embedding: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fc: Linear = Linear(2 * config.hidden_size, config.hidden_size)
-        self.layers: nn.ModuleList = nn.ModuleList([layer])
-        self.norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.last_hidden: _LastHidden = _LastHidden()
+        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
+        self.layers = nn.ModuleList([layer])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.last_hidden = _LastHidden()
 
     @staticmethod
     def extend(spec: HybridSpec, hidden_size: int) -> HybridSpec:

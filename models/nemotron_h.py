@@ -29,8 +29,8 @@ class UngatedMLP(nn.Module):
 
     def __init__(self, config: Any, intermediate_size: int) -> None:
         super().__init__()
-        self.up_proj: Linear = Linear(config.hidden_size, intermediate_size, config.mlp_bias)
-        self.down_proj: Linear = Linear(intermediate_size, config.hidden_size, config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
@@ -43,7 +43,7 @@ class NemotronExperts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, latent = config.hidden_size, config.moe_latent_size
-        self.gate: SigmoidRouter = SigmoidRouter(
+        self.gate = SigmoidRouter(
             size,
             config.n_routed_experts,
             config.num_experts_per_tok,
@@ -54,13 +54,11 @@ class NemotronExperts(nn.Module):
             groups=config.n_group,
             top_groups=config.topk_group,
         )
-        self.experts: UngatedExperts = UngatedExperts(
-            latent or size, config.moe_intermediate_size, config.n_routed_experts
-        )
-        self.shared_experts: UngatedMLP = UngatedMLP(config, config.moe_shared_expert_intermediate_size)
+        self.experts = UngatedExperts(latent or size, config.moe_intermediate_size, config.n_routed_experts)
+        self.shared_experts = UngatedMLP(config, config.moe_shared_expert_intermediate_size)
         if latent is not None:
-            self.fc1_latent_proj: Linear = Linear(size, latent, config.mlp_bias)
-            self.fc2_latent_proj: Linear = Linear(latent, size, config.mlp_bias)
+            self.fc1_latent_proj = Linear(size, latent, config.mlp_bias)
+            self.fc2_latent_proj = Linear(latent, size, config.mlp_bias)
         self.has_latent: bool = latent is not None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -83,7 +81,7 @@ class NemotronLayer(nn.Module):
     def __init__(self, config: Any, kind: str, index_of_kind: int) -> None:
         super().__init__()
         self.kind: str = kind
-        self.norm: RMSNorm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0.0)
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0.0)
         self.mixer: nn.Module
         if kind == "linear_attention":
             self.mixer = Mamba2(sizes_of(config), index_of_kind)

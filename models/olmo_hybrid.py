@@ -49,20 +49,18 @@ class OlmoDeltaNet(nn.Module):
         keys, values = config.linear_num_key_heads * self.key_dim, heads * self.value_dim
         self.widths: tuple[int, int, int] = (keys, keys, values)
         self.most: float = 2.0 if config.linear_allow_neg_eigval else 1.0
-        self.q_proj: Linear = Linear(size, keys)
-        self.k_proj: Linear = Linear(size, keys)
-        self.v_proj: Linear = Linear(size, values)
-        self.g_proj: Linear = Linear(size, values)
-        self.a_proj: Linear = Linear(size, heads)
-        self.b_proj: Linear = Linear(size, heads)
-        self.inputs: Projections = Projections(
-            self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj
-        )
-        self.conv1d: DepthwiseWeight = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
-        self.A_log: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.o_norm: GatedRMSNorm = GatedRMSNorm(self.value_dim, 1e-5)
-        self.o_proj: Linear = Linear(values, size)
+        self.q_proj = Linear(size, keys)
+        self.k_proj = Linear(size, keys)
+        self.v_proj = Linear(size, values)
+        self.g_proj = Linear(size, values)
+        self.a_proj = Linear(size, heads)
+        self.b_proj = Linear(size, heads)
+        self.inputs = Projections(self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj)
+        self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.o_norm = GatedRMSNorm(self.value_dim, 1e-5)
+        self.o_proj = Linear(values, size)
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
@@ -114,8 +112,8 @@ class OlmoAttention(PlainAttention):
 
     def add_norms(self, config: Any) -> None:
         """Make the norms of queries and keys."""
-        self.q_norm: RMSNorm = RMSNorm(self.heads * self.head_dim, config.rms_norm_eps, offset=0.0)
-        self.k_norm: RMSNorm = RMSNorm(self.kv_heads * self.head_dim, config.rms_norm_eps, offset=0.0)
+        self.q_norm = RMSNorm(self.heads * self.head_dim, config.rms_norm_eps, offset=0.0)
+        self.k_norm = RMSNorm(self.kv_heads * self.head_dim, config.rms_norm_eps, offset=0.0)
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
         """Write keys and values to the slots of the batch. Returns the queries, normalised and rotated."""
@@ -131,10 +129,10 @@ class OlmoLinearLayer(ResidualLayer):
     def __init__(self, config: Any, index_of_type: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.linear_attn: OlmoDeltaNet = OlmoDeltaNet(config, index_of_type)
-        self.mlp: MLP = MLP(size, config.intermediate_size)
-        self.input_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.linear_attn = OlmoDeltaNet(config, index_of_type)
+        self.mlp = MLP(size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             self.linear_attn,
@@ -155,10 +153,10 @@ class OlmoAttentionLayer(nn.Module):
     def __init__(self, config: Any, index_of_type: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn: OlmoAttention = OlmoAttention(config, index_of_type)
-        self.mlp: MLP = MLP(size, config.intermediate_size)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
-        self.post_feedforward_layernorm: RMSNorm = RMSNorm(size, eps, offset=0.0)
+        self.self_attn = OlmoAttention(config, index_of_type)
+        self.mlp = MLP(size, config.intermediate_size)
+        self.post_attention_layernorm = RMSNorm(size, eps, offset=0.0)
+        self.post_feedforward_layernorm = RMSNorm(size, eps, offset=0.0)
 
     @property
     def attention(self) -> OlmoAttention:

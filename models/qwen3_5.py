@@ -43,17 +43,17 @@ class GatedDeltaNet(nn.Module):
         self.value_dim: int = config.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.widths: tuple[int, int, int] = (keys, keys, values)
-        self.in_proj_qkv: Linear = Linear(config.hidden_size, 2 * keys + values)
-        self.in_proj_z: Linear = Linear(config.hidden_size, values)
-        self.in_proj_b: Linear = Linear(config.hidden_size, self.value_heads)
-        self.in_proj_a: Linear = Linear(config.hidden_size, self.value_heads)
-        self.inputs: Projections = Projections(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
-        self.conv1d: DepthwiseWeight = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
-        self.A_log: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
-        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
+        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
+        self.in_proj_z = Linear(config.hidden_size, values)
+        self.in_proj_b = Linear(config.hidden_size, self.value_heads)
+        self.in_proj_a = Linear(config.hidden_size, self.value_heads)
+        self.inputs = Projections(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
+        self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
         self.rate: Tensor | None = None
-        self.norm: GatedRMSNorm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
-        self.out_proj: Linear = Linear(values, config.hidden_size)
+        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
@@ -146,8 +146,8 @@ class DecoderLayer(ResidualLayer):
             mixer = GatedAttention(config, index_of_type, first)
             self.self_attn = mixer
         self.mlp = mlp
-        self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.input_layernorm,
             mixer,

@@ -52,7 +52,7 @@ class LocalAttention(WindowAttention):
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer, config.head_dim)
-        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias=True)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias=True)
 
     def add_norms(self, config: Any) -> None:
         """Make none."""
@@ -72,10 +72,10 @@ class Gates(nn.Module):
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
         self.size: int = size
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(heads, 2 * size, size), requires_grad=False)
-        self.input_gate_bias: nn.Parameter = nn.Parameter(torch.empty(heads, size), requires_grad=False)
-        self.recurrent_gate_bias: nn.Parameter = nn.Parameter(torch.empty(heads, size), requires_grad=False)
-        self.recurrent_param: nn.Parameter = nn.Parameter(torch.empty(heads * size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(heads, 2 * size, size), requires_grad=False)
+        self.input_gate_bias = nn.Parameter(torch.empty(heads, size), requires_grad=False)
+        self.recurrent_gate_bias = nn.Parameter(torch.empty(heads, size), requires_grad=False)
+        self.recurrent_param = nn.Parameter(torch.empty(heads * size), requires_grad=False)
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -104,12 +104,12 @@ class RecurrentBlock(nn.Module):
         super().__init__()
         self.layer = layer
         size, inner, heads = config.hidden_size, config.lru_width, config.num_attention_heads
-        self.linear_y: Linear = Linear(size, inner, bias=True)
-        self.linear_x: Linear = Linear(size, inner, bias=True)
-        self.linear_out: Linear = Linear(inner, size, bias=True)
-        self.inputs: Projections = Projections(self.linear_y, self.linear_x)
-        self.conv_1d: DepthwiseWeight = DepthwiseWeight(inner, config.conv1d_width, bias=True)
-        self.rg_lru: Gates = Gates(heads, inner // heads)
+        self.linear_y = Linear(size, inner, bias=True)
+        self.linear_x = Linear(size, inner, bias=True)
+        self.linear_out = Linear(inner, size, bias=True)
+        self.inputs = Projections(self.linear_y, self.linear_x)
+        self.conv_1d = DepthwiseWeight(inner, config.conv1d_width, bias=True)
+        self.rg_lru = Gates(heads, inner // heads)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
@@ -174,9 +174,9 @@ class RecurrentGemmaLayer(ResidualLayer):
         self.is_recurrent: bool = layer_type == RECURRENT
         kind = RecurrentBlock if self.is_recurrent else LocalAttention
         self.temporal_block: nn.Module = kind(config, index_of_type)
-        self.mlp_block: MLP = MLP(size, config.intermediate_size // 2, bias=True, activation=gelu_and_mul)
-        self.temporal_pre_norm: RMSNorm = RMSNorm(size, eps)
-        self.channel_pre_norm: RMSNorm = RMSNorm(size, eps)
+        self.mlp_block = MLP(size, config.intermediate_size // 2, bias=True, activation=gelu_and_mul)
+        self.temporal_pre_norm = RMSNorm(size, eps)
+        self.channel_pre_norm = RMSNorm(size, eps)
         self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
             self.temporal_pre_norm,
             self.temporal_block,

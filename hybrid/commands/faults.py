@@ -86,8 +86,8 @@ class Faults:
     """
 
     def __init__(self, seed: int) -> None:
-        self.rng: random.Random = random.Random(seed)
-        self.counts: FaultCounts = FaultCounts()
+        self.rng = random.Random(seed)
+        self.counts = FaultCounts()
         self.are_active: bool = True
 
     def strike(self, chance: float) -> bool:

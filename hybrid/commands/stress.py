@@ -206,9 +206,9 @@ class Stress:
         alarm: Alarm | None = None,
     ) -> None:
         self.engine: Engine = engine
-        self.rng: random.Random = random.Random(seed)
+        self.rng = random.Random(seed)
         elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
-        self.report: StressReport = StressReport(seed, str(engine.cache.config.eviction), elastic, faults=faults.counts)
+        self.report = StressReport(seed, str(engine.cache.config.eviction), elastic, faults=faults.counts)
         self._toy = toy
         self._faults = faults
         self._audit_every = audit_every

@@ -181,7 +181,7 @@ class SglangOwnRunning:
         self.req: Any = req
         self.ids: array[int] = ids
         self.computed: int = req.prefix_len
-        self.hit: Hit = Hit(req.prefix_len, max(req.prefix_len, req.mamba_branching_seqlen or 0))
+        self.hit = Hit(req.prefix_len, max(req.prefix_len, req.mamba_branching_seqlen or 0))
 
 
 class InstalledSglang(SglangSteps):

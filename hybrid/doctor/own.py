@@ -76,7 +76,7 @@ class OwnRunning:
     def __init__(self, request: LoggedRequest, key: Key, found: Match) -> None:
         self.request: LoggedRequest = request
         self.key: Key = key
-        self.hit: Hit = Hit(found.num_tokens * UNIT, found.num_page_tokens * UNIT)
+        self.hit = Hit(found.num_tokens * UNIT, found.num_page_tokens * UNIT)
         self.computed: int = self.hit.num_tokens
         self.num_pages: int = found.num_page_tokens // GRID
         self.num_shared: int = self.num_pages
@@ -132,7 +132,7 @@ class OwnCache:
             self._total = memory // layout.num_bytes * layout.num_bytes + (layout.states - 1) * self._state
             prices, num_pages = Prices(self._page, self._state, self._total), self._total // self._page
         ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * num_pages)
-        self.tree: Tree = Tree(GRID, GRID, policy_of(eviction), prices, max_ghosts=ghosts)
+        self.tree = Tree(GRID, GRID, policy_of(eviction), prices, max_ghosts=ghosts)
         self._free = self._total
         self._pages = array("i")  # as many as the longest request has: what they are does not count
         self._prompts: list[OwnRunning] = []  # requests whose prompts are not computed yet

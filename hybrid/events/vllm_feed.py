@@ -50,7 +50,7 @@ class VllmFeed:
         of_namespace: Callable[[str], bytes],
     ) -> None:
         self._reader = VllmReader(following, of_namespace)
-        self.feed: Feed = Feed(self._reader.everything, lambda feed: None)
+        self.feed = Feed(self._reader.everything, lambda feed: None)
         self.num_lost: int = 0
         self.num_refused: int = 0
         self._next = 0  # the number of the batch that is to come

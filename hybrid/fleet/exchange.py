@@ -62,7 +62,7 @@ class Exchange:
         self._page_bytes = page_size * TOKEN_BYTES
         self._own: dict[bytes, Stored] = {}  # that it has stored, for snapshots
         self._computing = MeasuredTime(ASSUMED_COMPUTING)
-        self.fetching: Cost = Cost(ASSUMED_LATENCY, ASSUMED_PER_BYTE)
+        self.fetching = Cost(ASSUMED_LATENCY, ASSUMED_PER_BYTE)
         self._writes: set[asyncio.Task[None]] = set()
 
     def births(self) -> list[Change]:

@@ -88,7 +88,7 @@ class Encoder:
         self.default_params: SamplingParams = default_params
         self.model: Any = EngineModel(checkpoint.config)
         device = torch.device("cpu")
-        self.loaded: LoadedModel = LoadedModel(
+        self.loaded = LoadedModel(
             model=self.model,
             device=device,
             tokenizer=self.tokenizer,
@@ -101,7 +101,7 @@ class Encoder:
         page_size, chunk_size = settings.cache.page_size, settings.cache.chunk_size
         memory = CacheMemory.of_indices(longest // page_size + 2, 2)  # what a replica has, it knows itself
         self._sizes = HybridCache(memory, CacheConfig(page_size=page_size, chunk_size=chunk_size))
-        self.adapters: Adapters = Adapters(self.model, None, list, lambda: None)
+        self.adapters = Adapters(self.model, None, list, lambda: None)
         for name, path in settings.adapters.items():
             self.adapters.declare(name, path)
         self._builder = RequestBuilder(
@@ -249,9 +249,9 @@ class FleetEngine:
 
     def __init__(self, handle: Any, settings: FleetSettings) -> None:
         self.handle = handle
-        self.engine: Encoder = Encoder(settings)
+        self.engine = Encoder(settings)
         self.engine.cache = _Caches(self.cache_stats, settings.cache)
-        self.state: FleetState = FleetState(settings.cache.page_size, settings.weights)
+        self.state = FleetState(settings.cache.page_size, settings.weights)
         STATES[settings.name] = self.state
         # Ray makes the router of a handle with its first options: it is to know the replicas before the first request
         self.streaming: Any = handle.options(stream=True, method_name="stream")

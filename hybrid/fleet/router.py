@@ -88,7 +88,7 @@ class Router:
     """
 
     def __init__(self, page_size: int, weights: Weights | None = None, has_gaps: bool = False) -> None:
-        self.index: Index = Index(page_size, has_gaps)
+        self.index = Index(page_size, has_gaps)
         self._weights = weights or Weights()
         self._sessions = Sessions(self._weights.idle)
         self._replicas: set[int] = set()

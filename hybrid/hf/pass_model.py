@@ -123,8 +123,8 @@ class PassModel:
         self.outer = model
         self.generate: Callable[..., Any] = model.generate
         self.inner: Any = inner_model(model)
-        self.versions: ModelVersions = ModelVersions(model)
-        self.rope_deltas: RopeDeltas = RopeDeltas(self.inner)
+        self.versions = ModelVersions(model)
+        self.rope_deltas = RopeDeltas(self.inner)
         self.max_tokens: int = rope_limit(self.inner) or sys.maxsize
         self._parameters = inspect.signature(self.inner.forward).parameters
 

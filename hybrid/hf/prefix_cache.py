@@ -166,12 +166,12 @@ class PrefixCache:
         """Make memory and bookkeeping for a layout."""
         page_size, spec = self._config.page_size, layout.spec
         with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
-            self.memory: PageMemory = PageMemory(layout, page_size, self._num_bytes, self._memory_device)
+            self.memory = PageMemory(layout, page_size, self._num_bytes, self._memory_device)
         pools = CacheMemory.of_bytes(
             self._num_bytes, spec.page_bytes(page_size), spec.state_bytes, mover=weakref.proxy(self.memory.tensors)
         )
         made_with = self._fingerprint(pools) if self._config.disk is not None else None
-        self.cache: HybridCache = HybridCache(pools, self._config, model=made_with)
+        self.cache = HybridCache(pools, self._config, model=made_with)
         self.cache.use_clock(time.monotonic)
         self.cache.adopt()
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)

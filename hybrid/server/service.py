@@ -153,8 +153,8 @@ class Server:
         self.name = name
         self.tenants = tenants
         self.limits = limits
-        self.records: Records = Records()
-        self.created: int = int(time.time())
+        self.records = Records()
+        self.created = int(time.time())
         self.secret: bytes = token_bytes(32)
         self.max_text: int = limits.body_bytes or self._longest_text()
         takes_images = engine.engine.loaded.image_encoder is not None

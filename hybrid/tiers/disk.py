@@ -181,7 +181,7 @@ class Holdings:
         self.order: EvictionOrder[int] = EvictionOrder()
         self.foreign: dict[Name, str] = {}
         self.waiting: dict[Name, PendingCopy] = {}
-        self.refs: PageRefCounts = PageRefCounts()
+        self.refs = PageRefCounts()
         self.on_change: OnChange | None = None
         self._values: dict[Name, float] = {}
         self._savings = savings
@@ -364,11 +364,11 @@ class DiskTier:
     ) -> None:
         self.label: str = "disk"
         self.where: str = "on disk"
-        self.cost: Cost = Cost(READ_LATENCY, READ)
+        self.cost = Cost(READ_LATENCY, READ)
         self.wants_ids: bool = wants_ids
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
-        self.counts: DiskCounts = DiskCounts()
+        self.counts = DiskCounts()
         self.report: list[str] = []
         self._path = path
         self._origin = origin
@@ -391,7 +391,7 @@ class DiskTier:
         self._late: Buffer | None = None
         self._folder: CacheFolder | None = None  # used by the writer's thread, once it runs
         self._writer = Worker("hybrid disk writer", self._idle, WRITTEN_AFTER)
-        self.reader: Reader = Reader()
+        self.reader = Reader()
         opening = self._writer.submit(partial(self._change, lambda folder: None))
         if not ended_within(START_SECONDS, opening):
             with self._lock:

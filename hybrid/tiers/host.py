@@ -92,7 +92,7 @@ class HostTier:
     ) -> None:
         self.label: str = "host memory"
         self.where: str = "in host memory"
-        self.cost: Cost = Cost(0.0, COPY)
+        self.cost = Cost(0.0, COPY)
         self.wants_ids: bool = False
         self.num_bytes: int = num_bytes
         self.bytes_used: int = 0

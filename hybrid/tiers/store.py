@@ -100,7 +100,7 @@ class DirectoryStore:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path: Path = Path(path)
+        self.path = Path(path)
 
     def contains(self, name: str) -> bool:
         """See `Store.contains`."""
