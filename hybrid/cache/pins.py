@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hybrid.cache.allocator import Allocator
 from hybrid.checks import number, shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.expiry import ExpiryQueue
 from hybrid.key import Key, check_key
+from hybrid.lazy_heap import LazyHeap
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import StateLock
 from hybrid.tree.tree import Tree
@@ -66,7 +66,7 @@ class Pins:
         self._memory = memory
         self._allocator = allocator
         self._locks: dict[Pin, StateLock] = {}
-        self._ends: ExpiryQueue[Pin] = ExpiryQueue()
+        self._ends: LazyHeap[Pin] = LazyHeap()
 
     def __len__(self) -> int:
         return len(self._locks)
@@ -127,7 +127,8 @@ class Pins:
             ArgumentError: it is not a pin.
         """
         check_pin("unpin", pin)
-        self._ends.remove(pin)
+        if pin in self._ends:
+            self._ends.remove(pin)
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)
@@ -140,15 +141,15 @@ class Pins:
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
-        pin = self._ends.first
-        if pin is not None:
-            self.remove(pin)
-        return pin is not None
+        first = self._ends.first
+        if first is not None:
+            self.remove(first[1])
+        return first is not None
 
     def expire(self) -> None:
         """End the pins whose time is over."""
-        while (pin := self._ends.overdue) is not None:
-            self.remove(pin)
+        while (first := self._ends.first) is not None and first[0] <= time.monotonic():
+            self.remove(first[1])
 
     @property
     def locks(self) -> Mapping[Pin, StateLock]:

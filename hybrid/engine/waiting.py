@@ -11,81 +11,11 @@ Replays come last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Set
-from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Set
+from heapq import heappop, heappush
 
 from hybrid.engine.request import Request
-
-Item = TypeVar("Item", bound=Hashable)
-
-Entry = tuple[float, int, Item]
-"""Key, arrival, item. Arrivals differ, so that items are not compared."""
-
-MIN_DEAD = 16
-"""Entries without an item that are kept, at least."""
-
-
-class PriorityQueue(Generic[Item]):
-    """Items by numbers, the smallest first, of equals the one that came first.
-
-    `put` and `remove` cost the logarithm of the number of items, on average; a visit what it visits.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Item, Entry[Item]] = {}
-        self._heap: list[Entry[Item]] = []  # entries, and dead ones, whose item was removed or has another key now
-        self._num_put = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._entries
-
-    def put(self, item: Item, key: float) -> None:
-        """Add an item, or change its key."""
-        self._num_put += 1
-        arrival = self._entries[item][1] if item in self._entries else self._num_put
-        entry = key, arrival, item
-        self._entries[item] = entry
-        heappush(self._heap, entry)
-        self._bury()
-
-    def remove(self, item: Item) -> None:
-        """Remove an item.
-
-        Raises:
-            KeyError: it is not in the queue.
-        """
-        del self._entries[item]
-        self._bury()
-
-    def visit(self) -> Iterator[tuple[float, Item]]:
-        """Keys and items in order. Items may be removed meanwhile, and are not visited then; others may not be put."""
-        heap = self._heap
-        while heap and self._is_dead(heap[0]):
-            heappop(heap)
-        front = [(entry, 0) for entry in heap[:1]]
-        while front:
-            entry, place = heappop(front)
-            for child in (2 * place + 1, 2 * place + 2):
-                if child < len(heap):
-                    heappush(front, (heap[child], child))
-            if not self._is_dead(entry):
-                yield entry[0], entry[2]
-
-    def _is_dead(self, entry: Entry[Item]) -> bool:
-        return self._entries.get(entry[2]) is not entry
-
-    def _bury(self) -> None:
-        """Make a heap without dead entries when there are many, or nothing else: another one, as a visit may be under
-        way."""
-        if not self._entries or len(self._heap) > len(self._entries) * 9 // 8 + MIN_DEAD:
-            heap = [*self._entries.values()]
-            heapify(heap)
-            self._heap = heap
-
+from hybrid.lazy_heap import LazyHeap
 
 MAX_OVERTAKING = 256
 """A request starts after those that waited when it came, and at most this many others."""
@@ -104,12 +34,12 @@ class WaitingQueue:
     def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
         self._weight_of = weight_of
         self._retracted: deque[Request] = deque()
-        self._by_tenant: dict[str, PriorityQueue[Request]] = {}  # by `scheduling_priority`
-        self._by_latest_turn: PriorityQueue[Request] = PriorityQueue()  # the same requests
-        self._tenants: PriorityQueue[str] = PriorityQueue()  # those of which requests wait, by what they were served
-        self._replays: PriorityQueue[Request] = PriorityQueue()
+        self._by_tenant: dict[str, LazyHeap[Request]] = {}  # by `scheduling_priority`
+        self._by_latest_turn: LazyHeap[Request] = LazyHeap()  # the same requests
+        self._tenants: LazyHeap[str] = LazyHeap()  # those of which requests wait, by what they were served
+        self._replays: LazyHeap[Request] = LazyHeap()
         self._served: dict[str, float] = {}  # tokens, divided by the tenant's weight
-        self._moved: set[str] = set()  # tenants that were served since they were put into the queue
+        self._moved: dict[str, None] = {}  # tenants that were served since they were put into the queue
         self._virtual_time: float = 0  # what the tenant that started last had been served
         self._num_started = 0
 
@@ -124,7 +54,7 @@ class WaitingQueue:
     @property
     def oldest_replay(self) -> Request:
         """Of the replays that wait, the one that came first. There is one."""
-        return next(self._replays.visit())[1]
+        return next(self._replays.walk())[1]
 
     @property
     def num_requests(self) -> int:
@@ -142,7 +72,7 @@ class WaitingQueue:
         if name not in self._by_tenant:
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
             self._tenants.put(name, self._served[name])
-            self._by_tenant[name] = PriorityQueue()
+            self._by_tenant[name] = LazyHeap()
         self._by_tenant[name].put(request, request.params.scheduling_priority)
 
     def return_first(self, request: Request) -> None:
@@ -189,7 +119,7 @@ class WaitingQueue:
         counted = num_tokens if self._weight_of is None else num_tokens / self._weight_of(tenant)
         self._served[tenant] = self._served.get(tenant, self._virtual_time) + counted
         if tenant in self._by_tenant:
-            self._moved.add(tenant)
+            self._moved[tenant] = None
         if len(self._served) > 2 * MAX_SERVED + len(self._by_tenant):
             self._forget_least()
 
@@ -211,12 +141,13 @@ class WaitingQueue:
         Args:
             skipped: tenants of which no new request may start. The caller may add to it.
         """
-        for name in self._moved & self._by_tenant.keys():
-            self._tenants.put(name, self._served[name])
+        for name in self._moved:
+            if name in self._by_tenant:
+                self._tenants.put(name, self._served[name])
         self._moved.clear()
         yield from tuple(self._retracted)
         offered: set[Request] = set()
-        turns, latest_turns = self._by_turns(skipped), self._by_latest_turn.visit()
+        turns, latest_turns = self._by_turns(skipped), self._by_latest_turn.walk()
         urgent = next(latest_turns, None)
         while True:
             while urgent is not None and urgent[0] <= self._num_started:
@@ -231,18 +162,18 @@ class WaitingQueue:
             if following not in offered:
                 offered.add(following)
                 yield following
-        yield from (replay for _, replay in self._replays.visit())
+        yield from (replay for _, replay in self._replays.walk())
 
     def _by_turns(self, skipped: Set[str]) -> Iterator[Request]:
         """The requests of all tenants, each time the next one of the tenant that was served the fewest tokens."""
-        others = self._tenants.visit()
+        others = self._tenants.walk()
         following = next(others, None)
         begun: list[tuple[float, str]] = []
         queues: dict[str, Iterator[tuple[float, Request]]] = {}
         while begun or following is not None:
             if following is not None and (not begun or following[0] < begun[0][0]):
                 (served, name), following = following, next(others, None)
-                queues[name] = self._by_tenant[name].visit() if name in self._by_tenant else iter(())
+                queues[name] = self._by_tenant[name].walk() if name in self._by_tenant else iter(())
             else:
                 served, name = heappop(begun)
             if self.num_served(name) > served:  # an overtaken request of it has started meanwhile

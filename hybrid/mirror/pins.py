@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hybrid.expiry import ExpiryQueue
+from hybrid.lazy_heap import LazyHeap
 from hybrid.tree.node import Node, StateLock
 from hybrid.tree.tree import Tree
 
@@ -19,7 +19,7 @@ class NamedPins:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._locks: dict[str, StateLock] = {}
-        self._ends: ExpiryQueue[str] = ExpiryQueue()
+        self._ends: LazyHeap[str] = LazyHeap()
 
     def __len__(self) -> int:
         return len(self._locks)
@@ -37,19 +37,20 @@ class NamedPins:
 
     def remove(self, name: str) -> None:
         """End a pin, if there is one of that name."""
-        self._ends.remove(name)
+        if name in self._ends:
+            self._ends.remove(name)
         lock = self._locks.pop(name, None)
         if lock is not None:
             self._tree.unlock(lock)
 
     def expire(self) -> None:
         """End the pins whose time is over."""
-        while (name := self._ends.overdue) is not None:
-            self.remove(name)
+        while (first := self._ends.first) is not None and first[0] <= time.monotonic():
+            self.remove(first[1])
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
-        name = self._ends.first
-        if name is not None:
-            self.remove(name)
-        return name is not None
+        first = self._ends.first
+        if first is not None:
+            self.remove(first[1])
+        return first is not None

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Generic, TypeVar
 
+from hybrid.lazy_heap import LazyHeap
 from hybrid.tiers.cost import Cost, MeasuredTime
 from hybrid.tiers.tier import Note
 from hybrid.tiers.worker import ProcessLock
@@ -185,9 +184,7 @@ class EvictionOrder(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._floor = 0.0
-        self._ranks: dict[KeyT, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, KeyT]] = []  # former ranks of entries may be in it
-        self._order = count()
+        self._ranks: LazyHeap[KeyT] = LazyHeap()
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -204,34 +201,24 @@ class EvictionOrder(Generic[KeyT]):
 
     def use(self, key: KeyT, value: float) -> None:
         """Give an entry the rank of one that is used now, also one that comes."""
-        rank = self._ranks[key] = self.rank(value), next(self._order)
-        heappush(self._heap, (*rank, key))
-        if len(self._heap) > 4 * len(self._ranks) + 64:
-            self._heap = [(*own, one) for one, own in self._ranks.items()]
-            heapify(self._heap)
+        self._ranks.put(key, self.rank(value))
 
     def lowest(self) -> tuple[float, KeyT] | None:
-        """The rank and the key of what is dropped first; None: there is nothing."""
-        while self._heap:
-            rank, order, key = self._heap[0]
-            if self._ranks.get(key) == (rank, order):
-                return rank, key
-            heappop(self._heap)
-        return None
+        """The rank and the key of what is dropped first; None if there is nothing."""
+        return self._ranks.first
 
     def discard(self, key: KeyT) -> None:
         """Forget an entry, if it is there."""
-        self._ranks.pop(key, None)
+        if key in self._ranks:
+            self._ranks.remove(key)
 
     def drop(self, key: KeyT) -> None:
         """Forget an entry that goes because of its rank: from now on ranks are counted from it."""
-        rank, _ = self._ranks.pop(key)
-        self._floor = max(self._floor, rank)
+        self._floor = max(self._floor, self._ranks.remove(key))
 
     def clear(self) -> None:
         """Forget all entries."""
-        self._ranks.clear()
-        self._heap.clear()
+        self._ranks = LazyHeap()
 
 
 class PageRefCounts:
