@@ -48,7 +48,7 @@ BOUNDS = {
     "hybrid.engine.captured_passes.MAX_OCCURRED": 100,
     "hybrid.engine.scheduler.MAX_REPLAYS": 8,
     "hybrid.engine.waiting.MAX_SERVED": 100,
-    "hybrid.engine.waiting.MIN_DEAD": 4,
+    "hybrid.lazy_heap.MIN_DEAD": 4,
     "hybrid.speculation.cached.MAX_TOKENS": 20_000,
     "hybrid.tree.candidates.MIN_COMPACTED": 32,
     "hybrid.tree.forest.MAX_CHANGED": 32,
