@@ -51,10 +51,10 @@ from traces import make
 from hybrid import CacheConfig, CacheMemory, HybridCache
 from hybrid.events import Change, Feed
 from hybrid.fleet import Index, Router, Weights
-from hybrid.key import Key
+from hybrid.key import Key, names_of
 from hybrid.tiers.cost import Cost
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import Name, Note, chain
+from hybrid.tiers.tier import Name, Note
 
 CELLS = {"lmsys": (12.0, 4), "fewshot": (8.0, 2), "swebench_nc": (30.0, 2), "sharegpt": (8.0, 2), "swebench": (20.0, 2)}
 """Traces of the table: gigabytes of the fleet, and times as many sessions as the trace has, for 8 replicas."""
@@ -98,7 +98,7 @@ class Request:
 
     def name_pages(self) -> list[bytes]:
         """The digests at the ends of the prompt's pages, as far as a hit may go."""
-        return chain(self.key.ids[: (self.num_input - 1) * 4], self.key.namespace, PAGE_BYTES)
+        return names_of(self.key.ids[: (self.num_input - 1) * 4], self.key.namespace, PAGE_BYTES)
 
 
 def requests_of(name: str, seed: int | None, scale: int) -> list[Request]:
@@ -261,7 +261,7 @@ class TextPrefixes(Rule):
         self._sent: dict[bytes, set[int]] = defaultdict(set)
 
     def choose(self, request: Request, now: float) -> int:
-        names = chain(request.key.ids[: request.num_input * 4], "", 16 * 4)
+        names = names_of(request.key.ids[: request.num_input * 4], "", 16 * 4)
         known = next((at for at, name in enumerate(names) if name not in self._sent), len(names))
         best = self._sent[names[known - 1]] & self.alive if known else set()
         if not best or known * 16 < 0.1 * request.num_input:
@@ -578,7 +578,7 @@ def costs() -> Iterator[Line]:
 
     rng = np.random.default_rng(0)
     ids = rng.integers(3, 32000, 32768, dtype=np.int32).tobytes()
-    names = chain(ids, "", PAGE_BYTES)[:511]
+    names = names_of(ids, "", PAGE_BYTES)[:511]
     for num_replicas, target in ((64, 50.0), (1000, 200.0)):
         for title, depths in (
             ("each at another depth", range(512 - min(num_replicas, 500), 512)),

@@ -1,7 +1,10 @@
-"""Keys of the tree: token ids as bytes, in a namespace.
+"""Keys of the tree: token ids as bytes, in a namespace; and the names of their prefixes.
 
 Ids are stored as the bytes of 32-bit integers. A child of a node is looked up by the bytes of its first page, and an
 edge is compared with one `bytes.startswith`, which is one memcmp without a copy.
+
+A prefix is named by a hash that is chained from page to page. Its name is the same in every process and on every
+machine: the tree remembers by it what it has evicted, tiers find their copies by it, and events tell it to others.
 """
 
 import hashlib
@@ -16,6 +19,9 @@ from hybrid.errors import ArgumentError
 
 TOKEN_BYTES: int = array("i").itemsize
 """Bytes of one token id in a key."""
+
+NAME_BYTES: int = 16
+"""Bytes of the name of a prefix: 128 bits, so that two prefixes with the same name are not found."""
 
 PAIRS: str = "\0pairs "
 """The beginning of namespaces of keys of pairs; no other namespace begins with it."""
@@ -154,6 +160,31 @@ def _check_text(namespace: object) -> None:
     if not isinstance(namespace, str):
         raise ArgumentError(f"a namespace must be a string, got {namespace!r:.100}; use str() or leave it out")
     text("the namespace", namespace)
+
+
+def name_of_namespace(namespace: str) -> bytes:
+    """Name the empty prefix. Prefixes of different namespaces have different names."""
+    return hashlib.blake2b(namespace.encode(), digest_size=NAME_BYTES, person=b"hybrid prefix").digest()
+
+
+def names_after(last: bytes, ids: bytes | bytearray, page_bytes: int) -> list[bytes]:
+    """Name the prefix up to the end of each whole page: blake2b, chained from page to page.
+
+    Args:
+        last: the name of what is before.
+        ids: token ids as bytes.
+        page_bytes: bytes of the token ids of a page.
+    """
+    names = []
+    for start in range(0, len(ids) - page_bytes + 1, page_bytes):
+        last = hashlib.blake2b(last + ids[start : start + page_bytes], digest_size=NAME_BYTES).digest()
+        names.append(last)
+    return names
+
+
+def names_of(ids: bytes, namespace: str, page_bytes: int) -> list[bytes]:
+    """Name the prefixes of token ids from their beginning; arguments as those of `names_after`."""
+    return names_after(name_of_namespace(namespace), ids, page_bytes)
 
 
 def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, step: int, limit: int) -> int:

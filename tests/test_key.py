@@ -1,4 +1,4 @@
-"""Keys: token ids as bytes, and how far two of them agree."""
+"""Keys: token ids as bytes, how far two of them agree, and the names of their prefixes."""
 
 from array import array
 from itertools import pairwise
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid import ArgumentError
-from hybrid.key import PAIRS, TOKEN_BYTES, Key, check_namespace, common_prefix
+from hybrid.key import PAIRS, TOKEN_BYTES, Key, check_namespace, common_prefix, names_of
 
 
 def naive_common_prefix(a: list[int], b: list[int], a_start: int, b_start: int, step: int, most: int) -> int:
@@ -99,3 +99,29 @@ def test_ids_that_are_no_integers_of_32_bits_are_refused(ids: Any) -> None:
     for make in (Key.of, Key.of_pairs):
         with pytest.raises(ArgumentError, match="integers of 32 bits"):
             make(ids)
+
+
+# Names of prefixes
+
+
+def test_a_name_is_of_all_tokens_before_it() -> None:
+    one, other = names_of(b"aabbcc", "", 2), names_of(b"aabbdd", "", 2)
+    assert len(one) == 3
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+    assert names_of(b"bbaacc", "", 2)[2] != one[2]
+    assert names_of(b"aabbc", "", 2) == one[:2]
+
+
+def test_namespaces_have_names_of_their_own() -> None:
+    assert not set(names_of(b"aabbcc", "a", 2)) & set(names_of(b"aabbcc", "b", 2))
+    assert names_of(b"", "a", 2) == []
+
+
+def test_names_stay_what_they_are_on_disk_and_in_events() -> None:
+    """Copies of earlier versions are found by them, and replicas of several versions understand each other."""
+    assert [name.hex() for name in names_of(Key.of([*range(-2, 6)]).ids, "", 16)] == [
+        "67980fe588f8ae93d7219bac62109976",
+        "3e733deddaa2b21097fdfe1d8212b362",
+    ]
+    assert names_of(Key.of([*range(4)]).ids, "tenant", 16)[0].hex() == "53065f6d185903e016de34e44c186254"

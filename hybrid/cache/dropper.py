@@ -10,10 +10,10 @@ from functools import partial
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.pins import Pins
 from hybrid.cache.tiers import Tiers
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.key import TOKEN_BYTES, Key, names_of
 from hybrid.memory.digests import ContentReader
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Name, chain
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Name
 from hybrid.tree.node import Node
 from hybrid.tree.tree import Tree
 
@@ -92,7 +92,7 @@ class Dropper:
             self._pins.remove(pin)
 
     def _names(self, key: Key, num_tokens: int) -> list[bytes]:
-        return chain(key.ids[: num_tokens * TOKEN_BYTES], key.namespace, self._tree.page_size * TOKEN_BYTES)
+        return names_of(key.ids[: num_tokens * TOKEN_BYTES], key.namespace, self._tree.page_size * TOKEN_BYTES)
 
     def _drop_copies(self, names: Iterable[Name]) -> None:
         if self._tiers is not None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybrid.key import TOKEN_BYTES
-from hybrid.tiers.tier import following, of_namespace
-from hybrid.tree.node import NAME_BYTES, Node, Root, Run
+from hybrid.key import NAME_BYTES, TOKEN_BYTES, name_of_namespace, names_after
+from hybrid.tree.node import Node, Root, Run
 
 
 def name_at(node: Node, num_tokens: int) -> bytes:
@@ -45,7 +44,7 @@ def complete(run: Run, num_tokens: int) -> None:
             last = bytes(run.names[-NAME_BYTES:])
             break
         if isinstance(above, Root):
-            last = of_namespace(above.namespace)
+            last = name_of_namespace(above.namespace)
             break
         num_tokens, run = run.start, above.run
         if len(run.names) >= (num_tokens - run.start) // run.page_size * NAME_BYTES:
@@ -54,5 +53,5 @@ def complete(run: Run, num_tokens: int) -> None:
     for run, end in reversed(todo):
         start = len(run.names) // NAME_BYTES * run.page_size
         ids = run.ids[start * TOKEN_BYTES : (end - run.start) * TOKEN_BYTES]
-        run.names += b"".join(following(last, ids, run.page_size * TOKEN_BYTES))
+        run.names += b"".join(names_after(last, ids, run.page_size * TOKEN_BYTES))
         last = bytes(run.names[-NAME_BYTES:])

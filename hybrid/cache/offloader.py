@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.key import TOKEN_BYTES, Key, names_of
 from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, chain, clear_inconsistent
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, clear_inconsistent
 from hybrid.tiers.value import Reuse, Savings
 from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
@@ -242,7 +242,7 @@ class Offloader:
         """
         assert self._tree is not None
         key, end = boundary.key, boundary.num_tokens // self._page_size
-        names = chain(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
+        names = names_of(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
         usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn)
         kind, group = boundary.kind.value, f"{boundary.kind.value} last 0"
         note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)

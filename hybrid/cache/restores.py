@@ -20,10 +20,10 @@ from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.restoring import Candidate, Restoring
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.key import TOKEN_BYTES, Key, names_of
 from hybrid.memory.copies import Uploads
 from hybrid.memory.memory import UnitSizes
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Reading, Restored, Tier, UnavailableError, chain
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Reading, Restored, Tier, UnavailableError
 from hybrid.tree.node import Kind
 from hybrid.tree.tree import Tree
 
@@ -251,7 +251,7 @@ class Restores:
     # What there is
 
     def _names(self, key: Key) -> list[bytes]:
-        return chain(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
+        return names_of(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
 
     def _why_missing(self, names: list[bytes], hit: int, limit: int) -> str:
         """Why a checkpoint beyond a hit is not there, of the deepest of which that is known; empty: of none."""

@@ -7,13 +7,13 @@ from functools import partial
 from weakref import WeakMethod
 
 from hybrid.cache.names import complete, name_at
-from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
+from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, PAGES, Change
 from hybrid.events.feed import Feed
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import NAME_BYTES, TOKEN_BYTES, name_of_namespace
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import Note, of_namespace
+from hybrid.tiers.tier import Note
 from hybrid.tree.node import Node, Root
 from hybrid.tree.tree import Tree
 
@@ -118,7 +118,7 @@ class Subscriptions:
         else:
             above = run.nodes[0].parent
             assert above is not None
-            parent = of_namespace(above.namespace) if isinstance(above, Root) else name_at(above, start)
+            parent = name_of_namespace(above.namespace) if isinstance(above, Root) else name_at(above, start)
         ids = bytes(run.ids[at * TOKEN_BYTES : (node.end - run.start) * TOKEN_BYTES])
         return Change(True, PAGES, bytes(names[first:]), node.end, DEVICE, self._page_bytes, None, parent, ids)
 

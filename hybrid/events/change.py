@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-NAME_BYTES = 16
-"""Bytes of the digest of a prefix."""
+from hybrid.key import NAME_BYTES
 
 PAGES, CHECKPOINT, EVERYTHING = "pages", "checkpoint", "everything"
 """Kinds of changes."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, NAME_BYTES, PAGES, Change
+from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, PAGES, Change
 from hybrid.events.wire import WireError
-from hybrid.key import joined_names
+from hybrid.key import NAME_BYTES, joined_names, name_of_namespace, names_after
 
 PAGES_GROUP, STATES_GROUP = 0, 1
 KINDS = {
@@ -53,7 +53,7 @@ def encode(changes: Iterable[Change], page_size: int, root: bytes, rank: int | N
 
     Args:
         page_size: tokens per page: the size of a block.
-        root: the digest of the empty namespace (`hybrid.tiers.tier.of_namespace`).
+        root: the digest of the empty namespace (`hybrid.key.name_of_namespace`).
         rank: of the replica, in vLLM's field for data parallel ranks.
     """
     events = [_event(change, page_size, root) for change in changes if change.tier in MEDIA]
@@ -90,20 +90,12 @@ class VllmReader:
     A prefix is in the namespace of its LoRA adapter and its salt (`namespace_of`). A hybrid model has several groups of
     layers; pages, and checkpoints, are there where all groups of their kind have the block.
 
-    Args:
-        following, of_namespace: name prefixes (`hybrid.tiers.tier`).
-
     Attributes:
         num_unknown: blocks that continue one that is not known, and are left out.
     """
 
-    def __init__(
-        self,
-        following: Callable[[bytes, bytes, int], list[bytes]],
-        of_namespace: Callable[[str], bytes],
-    ) -> None:
+    def __init__(self) -> None:
         self.num_unknown: int = 0
-        self._following, self._of_namespace = following, of_namespace
         self._known: dict[Any, tuple[bytes, int]] = {}  # by their hash: our name, and the tokens up to there
         self._places: dict[Any, set[_Place]] = {}  # groups and tiers that have a block; without any it is forgotten
         self._groups: dict[int | None, str] = {}  # what the blocks of a group are
@@ -195,7 +187,7 @@ class VllmReader:
             if parent is not None and parent not in self._known:
                 continue
             num_tokens = self._known[parent][1] if parent is not None else 0
-            names = self._following(self._before(event), ids.tobytes(), size * ids.itemsize)
+            names = names_after(self._before(event), ids.tobytes(), size * ids.itemsize)
             for block, name in zip(hashes, names, strict=True):
                 num_tokens += size
                 self._known[block] = name, num_tokens
@@ -203,7 +195,7 @@ class VllmReader:
     def _before(self, event: dict[str, Any]) -> bytes:
         """The name of the prefix before the blocks of an event."""
         parent = event["parent_block_hash"]
-        return self._of_namespace(_namespace(event)) if parent is None else self._known[parent][0]
+        return name_of_namespace(_namespace(event)) if parent is None else self._known[parent][0]
 
     def _is_whole(self, block: Any, kind: str, tier: str) -> bool:
         """Tell whether all groups of a kind have a block."""

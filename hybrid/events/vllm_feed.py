@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
@@ -34,7 +33,6 @@ class VllmFeed:
 
     Args:
         endpoint, replay_endpoint: of vLLM's `kv_events_config`, such as "ipc://PATH".
-        following, of_namespace: name prefixes (`hybrid.tiers.tier`).
 
     Attributes:
         feed: of the changes.
@@ -42,14 +40,8 @@ class VllmFeed:
         num_refused: messages that are no batches.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str,
-        following: Callable[[bytes, bytes, int], list[bytes]],
-        of_namespace: Callable[[str], bytes],
-    ) -> None:
-        self._reader = VllmReader(following, of_namespace)
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+        self._reader = VllmReader()
         self.feed = Feed(self._reader.everything, lambda feed: None)
         self.num_lost: int = 0
         self.num_refused: int = 0

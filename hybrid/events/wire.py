@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hybrid.events.change import CHECKPOINT, EVERYTHING, NAME_BYTES, PAGES, Change
+from hybrid.events.change import CHECKPOINT, EVERYTHING, PAGES, Change
 from hybrid.events.feed import FeedSnapshot
+from hybrid.key import NAME_BYTES
 
 VERSION = 1
 

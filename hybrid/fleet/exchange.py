@@ -13,12 +13,11 @@ from hybrid.errors import CacheFileError, HybridError
 from hybrid.events.change import CHECKPOINT, STORE, Change
 from hybrid.events.feed import Feed
 from hybrid.fleet.index import Stored
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import TOKEN_BYTES, names_of
 from hybrid.serve.async_engine import AsyncEngine
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.cost import Cost, MeasuredTime
 from hybrid.tiers.store import Store
-from hybrid.tiers.tier import chain
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class Exchange:
         if not ends:
             return b"", 0
         end, index = max(ends)
-        return chain(archive.ids_of(archive.path(index)), archive.nodes[index].namespace, self._page_bytes)[-1], end
+        return names_of(archive.ids_of(archive.path(index)), archive.nodes[index].namespace, self._page_bytes)[-1], end
 
     async def _announce(self, born: bool, stored: Stored) -> None:
         await self._engine.call(lambda own: self._feed.add(_change(born, stored)))

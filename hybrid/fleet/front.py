@@ -32,7 +32,7 @@ from hybrid.engine.stats import EngineStats, Histogram
 from hybrid.errors import RequestError
 from hybrid.fleet.settings import FleetSettings
 from hybrid.fleet.state import STATES, FleetState, Promise, Route
-from hybrid.key import TOKEN_BYTES, joined_names
+from hybrid.key import TOKEN_BYTES, joined_names, names_of
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.engine_model import EngineModel
 from hybrid.models.loading import open_checkpoint
@@ -45,7 +45,6 @@ from hybrid.server.call import Call, Receive, Scope, Send
 from hybrid.server.errors import HttpError
 from hybrid.server.service import Server
 from hybrid.server.tenants import Tenants
-from hybrid.tiers.tier import chain
 
 SESSION: ContextVar[str | None] = ContextVar("session", default=None)
 """The id of the session that a call names: the header `x-session-id`, or else `prompt_cache_key` of its body."""
@@ -291,7 +290,9 @@ class FleetEngine:
         own = params or self.engine.default_params
         request = await asyncio.to_thread(self.engine.prepare, prompt, own, namespace, f"front-{number}")
         key = request.key()
-        names = await asyncio.to_thread(chain, key.ids[: (len(key) - 1) * TOKEN_BYTES], key.namespace, self._page_bytes)
+        names = await asyncio.to_thread(
+            names_of, key.ids[: (len(key) - 1) * TOKEN_BYTES], key.namespace, self._page_bytes
+        )
         if session is not None:
             session = joined_names(namespace, session)
         ids, sent = [*request.ids[: request.prompt_len]], prompt

@@ -147,7 +147,7 @@ class Index:
         """How much of a prompt each replica has.
 
         Args:
-            names: the digests at the ends of its pages, in order (`hybrid.tiers.tier.chain`), as far as a hit may go.
+            names: the digests at the ends of its pages, in order (`hybrid.key.names_of`), as far as a hit may go.
         """
         pages = self._pages
         copies, on_disk = (self._deepest(sets, names) if sets else None for sets in (self._copies, self._on_disk))

@@ -15,7 +15,6 @@ from hybrid.events.feed import FeedSnapshot
 from hybrid.events.sockets import Publisher, new_address
 from hybrid.events.vllm_feed import VllmFeed
 from hybrid.fleet.state import HOLD_SECONDS, Promise
-from hybrid.tiers.tier import following, of_namespace
 
 
 class VllmEvents:
@@ -49,7 +48,7 @@ class VllmEvents:
             page_size: tokens per block of vLLM.
         """
         if self._publisher is None:
-            feed = self._feed = VllmFeed(self._source, self._replay, following, of_namespace)
+            feed = self._feed = VllmFeed(self._source, self._replay)
 
             async def snapshot() -> FeedSnapshot:
                 return feed.feed.snapshot()

@@ -14,8 +14,7 @@ from hybrid.events.vllm import namespace_of
 from hybrid.fleet import state as shared
 from hybrid.fleet.ray_router import FleetRouter
 from hybrid.fleet.score import Weights
-from hybrid.key import TOKEN_BYTES
-from hybrid.tiers.tier import chain
+from hybrid.key import TOKEN_BYTES, names_of
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class VllmRouter(FleetRouter):
             if ids is None or len(ids) == 0:
                 return [candidate_replicas]
             names = await asyncio.to_thread(
-                chain, ids[:-1].tobytes(), _namespace(pending_request), self._page_size * TOKEN_BYTES
+                names_of, ids[:-1].tobytes(), _namespace(pending_request), self._page_size * TOKEN_BYTES
             )
             number = self.under_way[request_id] = next(self._count)
             state.begin(shared.Route(number, names, len(ids), _session(pending_request)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,41 +13,12 @@ from hybrid.tiers.cost import Cost
 from hybrid.units import format_bytes
 
 Name = tuple[str, bytes]
-"""The name of a copy: "page" or "checkpoint", and the digest of its prefix."""
+"""The name of a copy: "page" or "checkpoint", and the name of its prefix (`hybrid.key`)."""
 
 PAGE, CHECKPOINT = "page", "checkpoint"
 
 Contents = bytes | bytearray | memoryview
 """The contents of a page or a checkpoint."""
-
-
-NAME_BYTES = 16
-"""Bytes of a digest: 128 bits, so that two prefixes with the same digest are not found."""
-
-
-def of_namespace(namespace: str) -> bytes:
-    """Name the empty prefix. Prefixes of different namespaces have different digests."""
-    return hashlib.blake2b(namespace.encode(), digest_size=NAME_BYTES, person=b"hybrid prefix").digest()
-
-
-def following(last: bytes, ids: bytes | bytearray, page_bytes: int) -> list[bytes]:
-    """Name the prefix up to the end of each whole page: blake2b, chained from page to page.
-
-    Args:
-        last: the digest of what is before.
-        ids: token ids as bytes.
-        page_bytes: bytes of the token ids of a page.
-    """
-    names = []
-    for start in range(0, len(ids) - page_bytes + 1, page_bytes):
-        last = hashlib.blake2b(last + ids[start : start + page_bytes], digest_size=NAME_BYTES).digest()
-        names.append(last)
-    return names
-
-
-def chain(ids: bytes, namespace: str, page_bytes: int) -> list[bytes]:
-    """Name the prefixes of token ids from their beginning; arguments as those of `following`."""
-    return following(of_namespace(namespace), ids, page_bytes)
 
 
 def checksum_of(contents: Contents) -> int:

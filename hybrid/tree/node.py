@@ -11,7 +11,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import NAME_BYTES, TOKEN_BYTES
 from hybrid.tree.pools import PageValues, SlotValue, move_end
 
 
@@ -99,10 +99,6 @@ class NodeUsage:
         elif priority > self.priority:
             self.priority = priority
         tenant.has_priorities |= priority != 0
-
-
-NAME_BYTES = 16
-"""Size of the name of a prefix, which is unique where memories are shared."""
 
 
 class Run:

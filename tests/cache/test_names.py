@@ -8,8 +8,7 @@ import pytest
 
 from hybrid.cache import names
 from hybrid.cache.names import name_at, names_upward
-from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tiers.tier import chain, following
+from hybrid.key import TOKEN_BYTES, Key, names_after, names_of
 from hybrid.tree.node import Checkpoint, Node
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.tree import Tree
@@ -47,7 +46,7 @@ def test_names_are_those_of_whole_prefixes_through_random_changes(seed: int) -> 
             tree.evict_pages(rng.randrange(12))
         for namespace, node in tree.nodes():
             if rng.random() < 0.3:
-                expected = chain(path_of(node), namespace, PAGE * TOKEN_BYTES)
+                expected = names_of(path_of(node), namespace, PAGE * TOKEN_BYTES)
                 end = rng.randrange(node.start // PAGE + 1, node.end // PAGE + 1)
                 assert name_at(node, end * PAGE) == expected[end - 1]
                 assert [*names_upward(node, end * PAGE)] == expected[end - 1 :: -1]
@@ -59,9 +58,9 @@ def test_a_name_costs_the_pages_that_came_since_whatever_is_before(depth: int, m
 
     def counted(last: bytes, ids: bytes, page_bytes: int) -> list[bytes]:
         hashed.append(len(ids) // page_bytes)
-        return following(last, ids, page_bytes)
+        return names_after(last, ids, page_bytes)
 
-    monkeypatch.setattr(names, "following", counted)
+    monkeypatch.setattr(names, "names_after", counted)
     tree, ids = tree_of(), [*range(depth * PAGE)]
     put(tree, ids, slot=0)
     assert sum(hashed) == 0

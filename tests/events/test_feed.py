@@ -12,7 +12,7 @@ import pytest
 from hybrid import ArgumentError, CacheConfig, CacheMemory, HybridCache, Key, OwnershipError
 from hybrid.events import Change, Feed
 from hybrid.events.change import DISK, EVERYTHING, HOST
-from hybrid.tiers.tier import chain
+from hybrid.key import names_of
 from hybrid.tree.node import Kind
 from support.caches import Contents
 
@@ -95,7 +95,7 @@ def test_a_change_has_the_digest_of_namespace_and_tokens_and_what_a_reader_needs
     cache = cache_of()
     feed = cache.subscribe(with_values=True)
     serve(cache, [*range(13)], "ann")
-    names = chain(Key.of([*range(12)]).ids, "ann", PAGE * 4)
+    names = names_of(Key.of([*range(12)]).ids, "ann", PAGE * 4)
     pages, checkpoint = feed.since(0) or ()
     assert (pages.born, pages.kind, pages.each_name, pages.num_tokens) == (True, "pages", names, 12)
     assert pages.ids == Key.of([*range(12)]).ids

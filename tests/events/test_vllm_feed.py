@@ -16,12 +16,11 @@ zmq = pytest.importorskip("zmq.asyncio", reason="the extra 'events' is not insta
 from zmq.constants import SocketType  # noqa: E402
 
 from hybrid.events.vllm_feed import VllmFeed  # noqa: E402
-from hybrid.key import Key  # noqa: E402
-from hybrid.tiers.tier import chain, following, of_namespace  # noqa: E402
+from hybrid.key import Key, names_of  # noqa: E402
 
 PAGE = 4
 IDS = [*range(100, 100 + 8 * PAGE)]
-NAMES = chain(Key.of(IDS).ids, "", PAGE * 4)
+NAMES = names_of(Key.of(IDS).ids, "", PAGE * 4)
 
 
 class Source:
@@ -89,7 +88,7 @@ def run(folder: Path, life: Callable[[Source, VllmFeed], Any]) -> None:
     async def main() -> None:
         source = Source(folder)
         await source.add(page(0), is_sent=False)  # before anyone listened
-        follower = VllmFeed(*source.endpoints, following, of_namespace)
+        follower = VllmFeed(*source.endpoints)
         await until(lambda: there(follower) == NAMES[:1])
         await life(source, follower)
         await follower.close()

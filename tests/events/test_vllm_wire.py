@@ -11,16 +11,15 @@ msgspec = pytest.importorskip("msgspec", reason="the extra 'events' is not insta
 from hybrid.events import Change  # noqa: E402
 from hybrid.events.vllm import VllmReader, encode  # noqa: E402
 from hybrid.events.wire import WireError  # noqa: E402
-from hybrid.key import Key  # noqa: E402
-from hybrid.tiers.tier import chain, following, of_namespace  # noqa: E402
+from hybrid.key import Key, name_of_namespace, names_of  # noqa: E402
 
 PAGE = 4
 IDS = [*range(100, 112)]
-NAMES = chain(Key.of(IDS).ids, "", PAGE * 4)
+NAMES = names_of(Key.of(IDS).ids, "", PAGE * 4)
 
 
 def reader() -> VllmReader:
-    return VllmReader(following, of_namespace)
+    return VllmReader()
 
 
 def stored(ids: list[int], hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def batch(*events: Any) -> bytes:
 
 def test_what_we_send_is_read_back_the_same() -> None:
     changes = [
-        Change(True, "pages", b"".join(NAMES[:2]), 8, parent=of_namespace(""), ids=Key.of(IDS[:8]).ids),
+        Change(True, "pages", b"".join(NAMES[:2]), 8, parent=name_of_namespace(""), ids=Key.of(IDS[:8]).ids),
         Change(True, "checkpoint", NAMES[1], 8),
         Change(True, "pages", NAMES[2], 12, parent=NAMES[1], ids=Key.of(IDS[8:]).ids),
         Change(True, "checkpoint", NAMES[1], 8, "host"),
@@ -45,7 +44,7 @@ def test_what_we_send_is_read_back_the_same() -> None:
         Change(False, "checkpoint", NAMES[1], 8, "disk"),
         Change(False, "everything", b"", 0),
     ]
-    content = encode(changes, PAGE, of_namespace(""))
+    content = encode(changes, PAGE, name_of_namespace(""))
     first = msgspec.msgpack.decode(content)[1][0]
     assert (first["type"], first["token_ids"], first["block_hashes"]) == ("BlockStored", IDS[:8], NAMES[:2])
     assert (first["group_idx"], first["kv_cache_spec_kind"], first["medium"]) == (0, "full_attention", "GPU")
@@ -121,9 +120,9 @@ def test_adapters_and_salts_are_namespaces() -> None:
 
 def test_a_namespace_is_a_part_of_what_we_send() -> None:
     def sent(namespace: str) -> bytes:
-        names = chain(Key.of(IDS[:4]).ids, namespace, PAGE * 4)
-        change = Change(True, "pages", names[0], 4, parent=of_namespace(namespace), ids=Key.of(IDS[:4]).ids)
-        return reader().read(encode([change], PAGE, of_namespace("")))[0].names
+        names = names_of(Key.of(IDS[:4]).ids, namespace, PAGE * 4)
+        change = Change(True, "pages", names[0], 4, parent=name_of_namespace(namespace), ids=Key.of(IDS[:4]).ids)
+        return reader().read(encode([change], PAGE, name_of_namespace("")))[0].names
 
     assert sent("") == NAMES[0]
     assert len({sent(""), sent("ann"), sent("bob")}) == 3
@@ -141,12 +140,12 @@ def test_batches_that_make_no_sense_are_refused(content: bytes) -> None:
 def test_vllm_itself_reads_what_we_send() -> None:
     events = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
     changes = [
-        Change(True, "pages", b"".join(NAMES[:2]), 8, parent=of_namespace(""), ids=Key.of(IDS[:8]).ids),
+        Change(True, "pages", b"".join(NAMES[:2]), 8, parent=name_of_namespace(""), ids=Key.of(IDS[:8]).ids),
         Change(True, "checkpoint", NAMES[1], 8),
         Change(True, "checkpoint", NAMES[1], 8, "disk"),
         Change(False, "pages", NAMES[1], 8),
     ]
-    read = msgspec.msgpack.decode(encode(changes, PAGE, of_namespace("")), type=events.KVEventBatch)
+    read = msgspec.msgpack.decode(encode(changes, PAGE, name_of_namespace("")), type=events.KVEventBatch)
     assert [type(one).__name__ for one in read.events] == ["BlockStored", "BlockStored", "BlockStored", "BlockRemoved"]
     assert [one.group_idx for one in read.events] == [0, 1, 1, 0]
     assert [one.medium for one in read.events] == [events.MEDIUM_GPU, events.MEDIUM_GPU, "STORAGE", events.MEDIUM_GPU]

@@ -18,7 +18,6 @@ from hybrid.fleet.exchange import Exchange
 from hybrid.fleet.index import Index, Stored
 from hybrid.tiers.remote import ObjectStore, RedisStore, open_store
 from hybrid.tiers.store import DirectoryStore, Store
-from hybrid.tiers.tier import chain
 from support.redis_server import redis_at
 
 PAGE = 64
@@ -60,9 +59,9 @@ class Replica:
 
 
 def names(prompt: list[int]) -> list[bytes]:
-    from hybrid.key import Key
+    from hybrid.key import Key, names_of
 
-    return chain(Key.of(prompt).ids, "", PAGE * 4)
+    return names_of(Key.of(prompt).ids, "", PAGE * 4)
 
 
 def test_what_one_engine_computed_another_fetches_and_long_continuations_are_stored_again(tmp_path: Path) -> None:

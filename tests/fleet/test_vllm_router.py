@@ -15,10 +15,9 @@ from hybrid.events import Change
 from hybrid.events.wire import Message
 from hybrid.fleet.state import Promise
 from hybrid.fleet.vllm_router import VllmRouter
-from hybrid.key import Key
+from hybrid.key import Key, names_of
 from hybrid.models.loading import TINY
 from hybrid.prompts.encode import load_tokenizer
-from hybrid.tiers.tier import chain
 
 PAGE = 16
 IDS = [*range(10, 10 + 3 * PAGE)]
@@ -60,7 +59,7 @@ async def router() -> VllmRouter:
 
 def learn(made: VllmRouter, ids: list[int], namespace: str = "") -> None:
     """Have the replica "two" say that it has all whole pages of a prompt, with a checkpoint."""
-    names = chain(Key.of(ids).ids, namespace, PAGE * 4)[: (len(ids) - 1) // PAGE]
+    names = names_of(Key.of(ids).ids, namespace, PAGE * 4)[: (len(ids) - 1) // PAGE]
     state = made.state
     assert state is not None
     changes = [Change(True, "pages", b"".join(names), len(names) * PAGE)]

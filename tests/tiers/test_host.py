@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.tier import Name, Offer, UnavailableError, chain, checksum_of
+from hybrid.tiers.tier import Name, Offer, UnavailableError, checksum_of
 
 PAGE, STATE = 4, 10
 
@@ -298,23 +298,6 @@ def test_a_page_whose_read_fails_takes_the_checkpoints_along_that_need_it() -> N
         offer_page(tier, "ab", fail)
     assert [*tier.names()] == [state("x")]
     assert tier.violations() == []
-
-
-# Names of prefixes
-
-
-def test_a_name_is_of_all_tokens_before_it() -> None:
-    one, other = chain(b"aabbcc", "", 2), chain(b"aabbdd", "", 2)
-    assert len(one) == 3
-    assert one[:2] == other[:2]
-    assert one[2] != other[2]
-    assert chain(b"bbaacc", "", 2)[2] != one[2]
-    assert chain(b"aabbc", "", 2) == one[:2]
-
-
-def test_namespaces_have_names_of_their_own() -> None:
-    assert not set(chain(b"aabbcc", "a", 2)) & set(chain(b"aabbcc", "b", 2))
-    assert chain(b"", "a", 2) == []
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 64, 1003])
