@@ -18,7 +18,7 @@ import torch
 from hybrid.cache import tiers
 from hybrid.cache.stats import CacheStats
 from hybrid.engine.engine import Engine
-from hybrid.engine.model_runner import Pending, Runner
+from hybrid.engine.model_runner import LaunchedPass, Runner
 from hybrid.engine.results import Result
 from hybrid.errors import OwnershipError
 from hybrid.memory.arena import ArenaPool
@@ -167,26 +167,26 @@ def computing_takes(seconds: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class LostPending:
+class LostPass:
     """A pass that was launched, and whose results never arrive."""
 
-    pending: Pending
+    inner: LaunchedPass
 
-    def wait(self) -> list[Result]:
+    def results(self) -> list[Result]:
         """Fails."""
         raise InjectedError
 
 
 @dataclass(frozen=True)
-class OverflowingPending:
+class OverflowingPass:
     """A pass with one token, of the part `at`, that cannot be delivered."""
 
-    pending: Pending
+    inner: LaunchedPass
     at: int
 
-    def wait(self) -> list[Result]:
+    def results(self) -> list[Result]:
         """One result per part."""
-        results = self.pending.wait()
+        results = self.inner.results()
         at = self.at % len(results)
         if results[at].tokens:
             results[at] = results[at]._replace(tokens=(*results[at].tokens[:-1], OVERFLOW))
@@ -205,23 +205,23 @@ class FaultyRunner:
         self._runner = runner
         self._faults = faults
 
-    def plan(self, step: Any, under_way: Any) -> Any:
+    def plan(self, step: Any, before: Any) -> Any:
         """The runner's plan. It is given the pass that it has launched itself."""
-        is_own = isinstance(under_way, LostPending | OverflowingPending)
-        return self._runner.plan(step, under_way.pending if is_own else under_way)
+        is_own = isinstance(before, LostPass | OverflowingPass)
+        return self._runner.plan(step, before.inner if is_own else before)
 
-    def launch(self, plan: Any) -> Pending:
+    def launch(self, plan: Any) -> LaunchedPass:
         """Launch a plan. It may raise after the pass has written its pages and states."""
-        pending, faults = self._runner.launch(plan), self._faults
+        launched, faults = self._runner.launch(plan), self._faults
         if faults.strike(FAILING_PASSES):
             faults.counts.failed_passes += 1
             if faults.rng.random() < 0.5:
                 raise InjectedError
-            return LostPending(pending)
+            return LostPass(launched)
         if faults.strike(FAILING_TOKENS):
             faults.counts.failed_tokens += 1
-            return OverflowingPending(pending, faults.rng.randrange(1 << 16))
-        return pending
+            return OverflowingPass(launched, faults.rng.randrange(1 << 16))
+        return launched
 
 
 def nan_logits(faults: Faults) -> Callable[[Any, Any, torch.Tensor], torch.Tensor | None]:

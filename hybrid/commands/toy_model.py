@@ -79,21 +79,21 @@ class ToyPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ToyPending:
+class ToyPass:
     """A pass whose results are known."""
 
     parts: list[Part]
-    results: list[Result]
+    known: list[Result]
 
     @property
     def chosen(self) -> Mapping[Request, int]:
         """The token of each request that has one."""
-        pairs = zip(self.parts, self.results, strict=True)
+        pairs = zip(self.parts, self.known, strict=True)
         return {part.request: result.tokens[0] for part, result in pairs if result.tokens}
 
-    def wait(self) -> list[Result]:
+    def results(self) -> list[Result]:
         """One result per part."""
-        return self.results
+        return self.known
 
 
 class ToyRunner:
@@ -121,13 +121,13 @@ class ToyRunner:
         self._page_bytes = page_size * TOKEN_BYTES
         self._is_broken = is_broken
 
-    def plan(self, step: Step, under_way: ToyPending | None) -> ToyPlan:
+    def plan(self, step: Step, before: ToyPass | None) -> ToyPlan:
         """The parts of the step, and the tokens that they may continue from."""
-        return ToyPlan(step.parts, under_way.chosen if under_way is not None else {})
+        return ToyPlan(step.parts, before.chosen if before is not None else {})
 
-    def launch(self, plan: ToyPlan) -> ToyPending:
+    def launch(self, plan: ToyPlan) -> ToyPass:
         """Compute a step."""
-        return ToyPending(plan.parts, [self._compute(part, plan.chosen) for part in plan.parts])
+        return ToyPass(plan.parts, [self._compute(part, plan.chosen) for part in plan.parts])
 
     def _compute(self, part: Part, chosen: Mapping[Request, int]) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES

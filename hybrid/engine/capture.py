@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.ops import compiled_module
+from hybrid.memory.tensors import WorkerRun
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
@@ -17,23 +18,11 @@ WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and buffers allocated."""
 
 
-class PostedRun(Protocol):
-    """A run that other threads compute."""
-
-    def end(self) -> None:
-        """Wait until it has ended, and take part in it."""
-        ...
-
-    def wait(self) -> None:
-        """`end`, and raise what it failed with."""
-        ...
-
-
 @runtime_checkable
 class Postable(Protocol):
     """A captured function that other threads can run again: a program of compiled operations."""
 
-    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> PostedRun | None:
+    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> WorkerRun | None:
         """Have it run by other threads, after what was posted before. None: by no other one.
 
         Args:

@@ -15,16 +15,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.engine.capture import Capture, Postable, PostedRun, capture_for
+from hybrid.engine.capture import Capture, Postable, capture_for
 from hybrid.engine.planner import LINKS, Layout, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
-from hybrid.engine.sampler import SamplingRows, compiled_most_likely
+from hybrid.engine.results import ForwardPass
+from hybrid.engine.sampler import compiled_most_likely
+from hybrid.memory.tensors import WorkerRun
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class Graph:
     numbers: Tensor
     batch: Batch
     replay: Callable[[], None]
-    post: Callable[[Sequence[Tensor], Sequence[Tensor], object], PostedRun | None] | None
+    post: Callable[[Sequence[Tensor], Sequence[Tensor], object], WorkerRun | None] | None
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
@@ -71,25 +73,6 @@ class SharedLogits:
         if self._rows is None or len(self._rows) < count:
             self._rows = logits.new_empty(1 << (count - 1).bit_length(), logits.shape[1])
         return self._rows[:count].copy_(logits)
-
-
-class Ran(NamedTuple):
-    """The results of a pass: valid until the next one.
-
-    Attributes:
-        logits: `[rows, vocab]`.
-        sampling: how tokens are chosen from them; None: every row takes its most likely one.
-        most_likely: `[rows]` the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
-        keep: keeps the states after accepted drafts; None: the pass has no log.
-        posted: the pass, if other threads compute it: what is above is known once it has ended. Its most likely tokens
-            stay valid.
-    """
-
-    logits: Tensor
-    sampling: SamplingRows | None
-    most_likely: Tensor | None
-    keep: Callable[[Replay], None] | None
-    posted: PostedRun | None = None
 
 
 class CapturedModel:
@@ -160,7 +143,7 @@ class CapturedPasses:
         """The graphs that are kept, the one that was used last at the end."""
         return tuple(self._graphs.values())
 
-    def run(self, plan: Plan, tokens: Tensor | None = None) -> Ran:
+    def run(self, plan: Plan, tokens: Tensor | None = None) -> ForwardPass:
         """Run a padded plan.
 
         Args:
@@ -177,12 +160,13 @@ class CapturedPasses:
         if graph is None:
             batch, sampling = plan.on(self._device, tokens)
             logits = self._model(batch, self._kv, self._state)
-            return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
+            keep_states = partial(self._replay, batch.log) if batch.log is not None else None
+            return ForwardPass(plan, logits, sampling, keep_states=keep_states)
         self._fill(graph.numbers, plan, tokens)
         graph.replay()
         return self._result(plan, graph)
 
-    def post(self, plan: Plan, tokens: Tensor | None = None) -> Ran | None:
+    def post(self, plan: Plan, tokens: Tensor | None = None) -> ForwardPass | None:
         """Have other threads of a CPU run a padded plan, after what they were given before. None: they do not: there is
         no graph yet, it has operations of torch or drafts, or torch has one thread.
 
@@ -200,11 +184,11 @@ class CapturedPasses:
             numbers += tokens, plan.numbers[start : start + math.prod(size)].view(size)
         (likely,) = graph.most_likely
         found = torch.empty_like(likely)
-        posted = graph.post(numbers, (likely, found), (self, graph, plan))
-        if posted is None:
+        run = graph.post(numbers, (likely, found), (self, graph, plan))
+        if run is None:
             return None
         self._graphs.move_to_end(shape)
-        return Ran(graph.logits, plan.sampling(plan.numbers), found, None, posted)
+        return ForwardPass(plan, graph.logits, plan.sampling(plan.numbers), found, run=run)
 
     def _is_worth_it(self, plan: Plan) -> bool:
         """Tell whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
@@ -221,11 +205,11 @@ class CapturedPasses:
         numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
         plan.fill_in(numbers, tokens)
 
-    def _result(self, plan: Plan, graph: Graph) -> Ran:
-        """Return the results of a graph for a plan."""
-        keep = graph.after_drafts.keep if graph.after_drafts is not None else None
+    def _result(self, plan: Plan, graph: Graph) -> ForwardPass:
+        """Return the pass of a graph for a plan."""
+        keep_states = graph.after_drafts.keep if graph.after_drafts is not None else None
         most_likely = graph.most_likely[0] if graph.most_likely else None
-        return Ran(graph.logits, plan.sampling(graph.numbers), most_likely, keep)
+        return ForwardPass(plan, graph.logits, plan.sampling(graph.numbers), most_likely, keep_states)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self._model, log, replay, self._state, self._device)

@@ -1,7 +1,7 @@
 """The pass of a step: from its plan to tokens, on the model's device.
 
-`launch` gives work to the device and returns; `Pending.wait` is the only place that waits for it. In between the next
-step can be planned and launched: its pass takes the tokens of this one on the device.
+`launch` gives work to the device and returns; `ForwardPass.results` is the only place that waits for it. In between the
+next step can be planned and launched: its pass takes the tokens of this one on the device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.captured_passes import CapturedPasses, Ran
+from hybrid.engine.captured_passes import CapturedPasses
 from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
-from hybrid.engine.results import Computed, PendingTokens, Result, Verification
+from hybrid.engine.results import ForwardPass, Result, Verification
 from hybrid.engine.step import Step
 from hybrid.errors import ClosedError
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
 
-class Pending(Protocol):
-    """A pass that was launched."""
+class LaunchedPass(Protocol):
+    """A pass that was launched, as a `Runner` returns it."""
 
-    def wait(self) -> list[Result]:
+    def results(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
         ...
 
@@ -42,16 +42,16 @@ class Runner(Protocol):
     (`Result.is_late`, or the request fails), nothing is written for that part.
     """
 
-    def plan(self, step: Step, under_way: Any) -> Any:
+    def plan(self, step: Step, before: Any) -> Any:
         """Build the plan of a step whose memory has been allocated.
 
         Args:
-            under_way: what `launch` returned for the pass before, from which the step may continue; None: there is
+            before: what `launch` returned for the pass before, from which the step may continue; None: there is
                 none, its results are known, or it was undone.
         """
         ...
 
-    def launch(self, plan: Any) -> Pending:
+    def launch(self, plan: Any) -> LaunchedPass:
         """Give the plan to the device, without waiting for the results."""
         ...
 
@@ -59,7 +59,7 @@ class Runner(Protocol):
 class ClosedRunner:
     """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
 
-    def plan(self, step: Step, under_way: Any) -> Any:
+    def plan(self, step: Step, before: Any) -> Any:
         """Refuses."""
         raise ClosedError("this engine was closed")
 
@@ -106,11 +106,12 @@ class ModelRunner:
         self._posts = posts
         self._threads: Callable[[], AbstractContextManager[None]] = torch_on_one_thread if is_compiled else nullcontext
 
-    def plan(self, step: Step, under_way: PendingTokens | None = None) -> Plan:
+    def plan(self, step: Step, before: ForwardPass | None = None) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
         config, on_gpu = self._cache.config, self._device.type == "cuda"
         padding = self._padding(step)
-        return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, on_gpu, under_way)
+        known = (before.sources, before.tokens) if before is not None else (None, None)
+        return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, on_gpu, *known)
 
     def _padding(self, step: Step) -> Padding | None:
         """The sizes that a step is padded to; None: it is launched kernel by kernel."""
@@ -125,35 +126,34 @@ class ModelRunner:
             return None
         return Padding(count, padding.width)  # rows of padding would be computed one by one
 
-    def launch(self, plan: Plan) -> PendingTokens:
+    def launch(self, plan: Plan) -> ForwardPass:
         """Give a plan to the device, without waiting for the results."""
         with self._threads():
             return self._launch(plan)
 
-    def _launch(self, plan: Plan) -> PendingTokens:
-        verification, under_way = None, plan.under_way
-        tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
-        if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
-            plan = replace(plan, under_way=None)
-        ran = self._post(plan, tokens) or self._run(plan, tokens)
+    def _launch(self, plan: Plan) -> ForwardPass:
+        # it is taken, since a pass keeps its plan, and must not keep all passes before it
+        before, plan.before = plan.before, None
+        tokens = before() if before is not None else None  # before this pass writes the same logits
+        launched = self._post(plan, tokens) or self._run(plan, tokens)
         if plan.has_drafts:
-            replay = partial(self._keep, ran.keep) if ran.keep is not None else None
-            verification = Verification(plan.parts, self._end_tokens, replay)
-        slots = [slot for _, slot in plan.checkpoint_slots]
-        finite = self._are_finite(slots) if slots else None
-        computed = Computed(ran.logits, ran.sampling, ran.most_likely, plan.is_padded, finite, ran.posted)
-        return PendingTokens(plan, computed, verification)
+            keep_states = launched.keep_states
+            keep = partial(self._keep, keep_states) if keep_states is not None else None
+            launched.verification = Verification(plan.parts, self._end_tokens, keep)
+        if plan.checkpoint_slots:
+            launched.finite_checkpoints = self._are_finite([slot for _, slot in plan.checkpoint_slots])
+        return launched
 
-    def _post(self, plan: Plan, tokens: Tensor | None) -> Ran | None:
+    def _post(self, plan: Plan, tokens: Tensor | None) -> ForwardPass | None:
         """Have other threads run a plan after the one before; None: they do not."""
         if not self._posts or self.graphs is None or not plan.is_padded:
             return None
-        ran = self.graphs.post(plan, tokens)
-        if ran is not None and ran.posted is not None:
-            self._computing.begin(ran.posted)
-        return ran
+        launched = self.graphs.post(plan, tokens)
+        if launched is not None and launched.run is not None:
+            self._computing.begin(launched.run)
+        return launched
 
-    def _run(self, plan: Plan, tokens: Tensor | None) -> Ran:
+    def _run(self, plan: Plan, tokens: Tensor | None) -> ForwardPass:
         """Run a plan: on a CPU when no other thread computes any more."""
         self._computing.settle()
         if self.graphs is not None and plan.is_padded:
@@ -163,7 +163,8 @@ class ModelRunner:
         if self._arrivals.are_pending:
             batch = replace(batch, arriving=self._arrivals)
         logits = self.model(batch, self._kv, self._state)
-        return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
+        keep_states = partial(self._replay, batch.log) if batch.log is not None else None
+        return ForwardPass(plan, logits, sampling, keep_states=keep_states)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self.model, log, replay, self._cache.state_tensors, self._device)

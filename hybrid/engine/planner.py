@@ -6,10 +6,9 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -142,20 +141,7 @@ IDLE |= {
 """Pieces of a layout, and what they hold where nothing is written."""
 
 
-class InFlightPass(Protocol):
-    """A pass that was launched, and whose results were not waited for."""
-
-    @property
-    def sources(self) -> Mapping[Request, int]:
-        """The row among the tokens of each request whose token the pass chooses."""
-        ...
-
-    def choose(self) -> Tensor:
-        """The tokens on the device, `[S]`; negative: there is none, or it is not known yet."""
-        ...
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Plan:
     """A step's numbers on the host.
 
@@ -172,7 +158,7 @@ class Plan:
         is_padded: it is padded to one of few shapes.
         adapted: the adapters of the step, with `decode_start` of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
-        under_way: the pass before, from which this one may continue; None: its results are known.
+        before: chooses the tokens of the pass before, from which this one continues; None: they are known, or taken.
         pads_runs: `RUN_STARTS` is padded, too.
     """
 
@@ -188,7 +174,7 @@ class Plan:
     is_padded: bool
     adapted: tuple[tuple[Adapter, int | None], ...] = ()
     targets: tuple[int, ...] | None = None
-    under_way: InFlightPass | None = None
+    before: Callable[[], Tensor] | None = None
     pads_runs: bool = False
 
     @property
@@ -322,7 +308,8 @@ def plan(
     deterministic: bool,
     padding: Padding | None = None,
     pin: bool = False,
-    under_way: InFlightPass | None = None,
+    sources: Mapping[Request, int] | None = None,
+    before: Callable[[], Tensor] | None = None,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -332,14 +319,16 @@ def plan(
         deterministic: results must not depend on the rest of the batch.
         padding: the sizes that the plan is padded to; None: it is not.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
-        under_way: the pass before, if its results are not known: it chooses the tokens that the host does not know.
+        sources: the row among the tokens of the pass before, if its results are not known, of each request whose token
+            it chooses.
+        before: chooses these tokens.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
     prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
-    num_prefills, sources = len(prefills), under_way.sources if under_way is not None else {}
+    num_prefills, sources = len(prefills), sources or {}
     shape, positions = padding or NO_PADDING, [part.positions for part in parts]
     rows, buffer = Rows.of(positions, num_prefills, shape), PlanBuffer()
     _add_tokens(buffer, parts, positions, rows, page_size, sources)
@@ -371,7 +360,7 @@ def plan(
         is_padded=padding is not None,
         adapted=adapted,
         targets=targets_of(sampled),
-        under_way=under_way,
+        before=before,
         pads_runs=shape.runs > 0,
     )
 

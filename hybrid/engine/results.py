@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.engine.capture import PostedRun
 from hybrid.engine.constraints import Edits
 from hybrid.engine.padding import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.planner import Plan
@@ -30,6 +29,7 @@ from hybrid.engine.sampler import (
 from hybrid.engine.step import Part
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import HostCopy, on_device
+from hybrid.memory.tensors import WorkerRun
 from hybrid.speculation.drafts import accepted
 
 
@@ -127,50 +127,45 @@ class Result(NamedTuple):
         return max(len(self.tokens) - 1, 0)
 
 
-class Computed(NamedTuple):
-    """The tensors that a pass leaves on the device.
-
-    Attributes:
-        logits: `[S, vocab]` fp32.
-        sampling: how tokens are chosen from them; None: every row takes its most likely one.
-        most_likely: `[S]` int64, the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
-        is_reused: the next pass writes these tensors again.
-        finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
-        posted: the pass, if other threads compute it: the rest is known once it has ended. Its most likely tokens are
-            its own.
-    """
-
-    logits: Tensor
-    sampling: SamplingRows | None
-    most_likely: Tensor | None = None
-    is_reused: bool = False
-    finite_checkpoints: Tensor | None = None
-    posted: PostedRun | None = None
-
-
-class PendingTokens:
-    """A pass on the model's device, of parts with S rows of logits.
+class ForwardPass:
+    """A pass that was given to the model's device: its logits, and the tokens that are chosen from them.
 
     Args:
         plan: of the pass.
-        computed: what it leaves on the device.
+        logits: `[rows, vocab]` fp32. Where the plan is padded the next pass writes them again.
+        sampling: how tokens are chosen from them; None: every row takes its most likely one.
+        most_likely: `[rows]` int64, as `sampler.most_likely`; None: the pass has not chosen them.
+        keep_states: keeps the states after accepted drafts; None: the pass has no log.
+        run: other threads compute the pass: the rest is known once it has ended. Its most likely tokens stay valid.
+
+    Attributes:
+        keep_states, run: as given.
         verification: which drafts are accepted, and what is done with them; None: there are no drafts.
+        finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
     """
 
     def __init__(
         self,
         plan: Plan,
-        computed: Computed,
-        verification: Verification | None = None,
+        logits: Tensor,
+        sampling: SamplingRows | None,
+        most_likely: Tensor | None = None,
+        keep_states: Callable[[Replay], None] | None = None,
+        run: WorkerRun | None = None,
     ) -> None:
+        self.keep_states = keep_states
+        self.verification: Verification | None = None
+        self.finite_checkpoints: Tensor | None = None
         self._plan = plan
-        self._verification = verification
-        self._computed = computed
+        self._logits = logits
+        self._sampling = sampling
+        self._most_likely = most_likely
+        self.run = run
         self._settle: Callable[[], Tensor] | None = None
         self._tokens: Tensor | None = None
         self._arriving: HostCopy
 
-    def choose(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
         yet."""
         if self._tokens is None:
@@ -181,25 +176,23 @@ class PendingTokens:
 
     def _choose(self) -> Tensor:
         """Choose the tokens, and send them to the host."""
-        edits, (_, sampling, likely, _, finite_checkpoints, posted) = self._edits(), self._computed
-        more = [finite_checkpoints] if finite_checkpoints is not None else []
-        is_plain = edits is None and sampling is None
-        if posted is not None:
+        edits, likely = self._edits(), self._most_likely
+        more = [self.finite_checkpoints] if self.finite_checkpoints is not None else []
+        is_plain = edits is None and self._sampling is None
+        if self.run is not None:
             if is_plain and likely is not None and most_logprobs(self._plan.sampled) is None:
                 return self._send(likely, more)
-            posted.wait()
-        if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
-            kept = SamplingRows(*torch.stack(self._computed.sampling))
-            self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
-        logits, sampling = self._computed.logits, self._computed.sampling
+            self.run.wait()
+        if self._plan.is_padded and self._sampling is not None:  # they may be needed once more
+            self._logits, self._sampling = self._logits.clone(), SamplingRows(*torch.stack(self._sampling))
         if is_plain:
             # of its own: the next pass may be launched before these tokens are read
-            return self._send(likely.clone() if likely is not None else most_likely(logits), more)
-        sampled = choose(logits, edits, sampling)
+            return self._send(likely.clone() if likely is not None else most_likely(self._logits), more)
+        sampled = choose(self._logits, edits, self._sampling)
         tokens, self._settle = sampled.tokens, sampled.settle
         if sampled.is_settled is not None:
             tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
-        return self._send(checked(tokens, logits), more)
+        return self._send(checked(tokens, self._logits), more)
 
     @property
     def sources(self) -> Mapping[Request, int]:
@@ -211,18 +204,18 @@ class PendingTokens:
             start += own.count
         return rows
 
-    def wait(self) -> list[Result]:
+    def results(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        self.choose()
-        if self._computed.posted is not None:
-            self._computed.posted.wait()
+        self.tokens()
+        if self.run is not None:
+            self.run.wait()
         tokens, *more = self._arriving.wait()
         late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
-        checks = more.pop(0) if self._computed.finite_checkpoints is not None else ()
+        checks = more.pop(0) if self.finite_checkpoints is not None else ()
         if late:
             assert self._settle is not None
             with torch_on_one_thread():
-                self._send(checked(self._settle(), self._computed.logits), [])
+                self._send(checked(self._settle(), self._logits), [])
             tokens, *more = self._arriving.wait()
         bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
         return self._results(tokens, more or None, bad, late)
@@ -253,7 +246,7 @@ class PendingTokens:
         most = most_logprobs(plan.sampled)
         if most is None:
             return None
-        logits, tokens = self._computed.logits[: len(tokens)], tokens.clamp(min=0)
+        logits, tokens = self._logits[: len(tokens)], tokens.clamp(min=0)
         if plan.targets is not None:
             targets = on_device(torch.tensor(plan.targets), logits.device)
             tokens = torch.where(targets >= 0, targets, tokens)
@@ -268,7 +261,7 @@ class PendingTokens:
         for index, part in enumerate(self._plan.sampled):
             own = tokens[start : start + part.count]
             before = part.before if part.count > 1 else 0
-            path = self._verification.path(index, own[before:]) if self._verification is not None else []
+            path = self.verification.path(index, own[before:]) if self.verification is not None else []
             rows = [before, *(before + draft + 1 for draft in path)] if path else [before]
             chosen = tuple(map(own.__getitem__, rows))
             is_finite = index not in bad and NOT_FINITE not in chosen
@@ -282,8 +275,8 @@ class PendingTokens:
                 result = _with_more(result, part, own, start, logprobs)
             results.append(result)
             start += part.count
-        if self._verification is not None:
-            self._verification.keep(paths)
+        if self.verification is not None:
+            self.verification.keep(paths)
         return results
 
 

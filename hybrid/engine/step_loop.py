@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.failures import FailureBisector, Recovery, StepGuard
-from hybrid.engine.model_runner import ClosedRunner, Pending, Runner
+from hybrid.engine.model_runner import ClosedRunner, LaunchedPass, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
@@ -47,22 +47,22 @@ NO_ONE: frozenset[Request] = frozenset()
 
 
 @dataclass
-class Launched:
-    """A step that was launched.
+class ScheduledPass:
+    """A step whose pass was launched.
 
     Attributes:
         step: as it was scheduled.
         parts: those whose results are taken.
-        pending: its pass.
+        forward: its pass.
         started: when it was launched, in seconds.
     """
 
     step: Step
     parts: list[Part]
-    pending: Pending
+    forward: LaunchedPass
     started: float
 
-    def drop(self, requests: Set[Request], scheduler: Scheduler) -> None:
+    def drop_late(self, requests: Set[Request], scheduler: Scheduler) -> None:
         """Drop the parts of requests whose tokens the device did not know: they are computed again. One that was
         retracted meanwhile begins again with tokens that are known."""
         for part in self.parts:
@@ -288,7 +288,7 @@ class StepLoop(ABC):
     def forget(self, request: Request | None = None) -> None:
         """Forget what was launched ahead of a request, or of all: they start again, or have ended."""
 
-    def _launch(self, guard: StepGuard, before: Launched | None = None) -> Launched | None:
+    def _launch(self, guard: StepGuard, before: ScheduledPass | None = None) -> ScheduledPass | None:
         """Schedule a step, plan it, and launch it after the one that is under way. None: there is nothing to compute
         now."""
         expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_ONE
@@ -305,8 +305,8 @@ class StepLoop(ABC):
         guard.undo_on_failure(step)
         started = time.perf_counter()
         with guard.interruptible():
-            pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
-        return Launched(step, self._scheduler.advance(step), pending, started)
+            forward = self.runner.launch(self.runner.plan(step, before.forward if before is not None else None))
+        return ScheduledPass(step, self._scheduler.advance(step), forward, started)
 
     def _wait_for_requests(self, guard: StepGuard) -> None:
         """Nothing can be computed now."""
@@ -315,15 +315,15 @@ class StepLoop(ABC):
         if not needs_more:
             self._bisector.passed([])
 
-    def _wait(self, guard: StepGuard, launched: Launched) -> dict[int, Result]:
+    def _wait(self, guard: StepGuard, launched: ScheduledPass) -> dict[int, Result]:
         """The results of a step, by `id` of the part. From now on it is not undone."""
         with guard.interruptible():
-            results = dict(zip(map(id, launched.step.parts), launched.pending.wait(), strict=True))
+            results = dict(zip(map(id, launched.step.parts), launched.forward.results(), strict=True))
         guard.keep_on_failure(launched.step)
         self._note_time(launched)
         return results
 
-    def _finish(self, guard: StepGuard, launched: Launched, results: Mapping[int, Result]) -> None:
+    def _finish(self, guard: StepGuard, launched: ScheduledPass, results: Mapping[int, Result]) -> None:
         """Commit and deliver the results of a step, request by request."""
         for part in launched.parts:
             if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
@@ -344,7 +344,7 @@ class StepLoop(ABC):
             self._scheduler.drafting.timed(launched.step)
         self._bisector.passed(launched.parts)
 
-    def _note_time(self, launched: Launched) -> None:
+    def _note_time(self, launched: ScheduledPass) -> None:
         """The results of a step are there."""
         now = time.perf_counter()
         started, self._latest_results = max(launched.started, self._latest_results), now
@@ -598,7 +598,7 @@ class OverlapLoop(StepLoop):
     ) -> None:
         super().__init__(cache, scheduler, runner, config, end_tokens)
         self._always = always
-        self._next: Launched | None = None
+        self._next: ScheduledPass | None = None
 
     def step(self, guard: StepGuard) -> None:
         """Schedule, plan and launch, unless it was launched ahead; launch the next one; wait; commit and deliver."""
@@ -609,7 +609,8 @@ class OverlapLoop(StepLoop):
         failure = self._launch_next(guard, launched)
         results = self._wait(guard, launched)
         if self._next is not None:
-            self._next.drop({part.request for part in launched.parts if results[id(part)].is_late}, self._scheduler)
+            late = {part.request for part in launched.parts if results[id(part)].is_late}
+            self._next.drop_late(late, self._scheduler)
         self._finish(guard, launched, results)
         if failure is not None:
             raise failure
@@ -621,7 +622,7 @@ class OverlapLoop(StepLoop):
         elif self._next is not None:
             self._next.parts = [part for part in self._next.parts if part.request is not request]
 
-    def _launched_ahead(self, guard: StepGuard) -> Launched | None:
+    def _launched_ahead(self, guard: StepGuard) -> ScheduledPass | None:
         """The step that was launched ahead, if a request of it still runs."""
         launched, self._next = self._next, None
         if launched is None or all(part.request.status is Status.FINISHED for part in launched.parts):
@@ -629,7 +630,7 @@ class OverlapLoop(StepLoop):
         guard.undo_on_failure(launched.step)
         return launched
 
-    def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
+    def _launch_next(self, guard: StepGuard, launched: ScheduledPass) -> Exception | None:
         """Launch the step after one that was launched, where that may be. Returns why it failed."""
         if not self._may_launch_after(launched):
             return None
@@ -641,7 +642,7 @@ class OverlapLoop(StepLoop):
             return error
         return None
 
-    def _may_launch_after(self, launched: Launched) -> bool:
+    def _may_launch_after(self, launched: ScheduledPass) -> bool:
         scheduler = self._scheduler
         if not self._always and (not self._cache.memory.in_flight.is_under_way or scheduler.may_prefill):
             return False

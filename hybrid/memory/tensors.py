@@ -41,11 +41,15 @@ FP8_NAN = 0x7F
 """The code of NaN of e4m3, without its sign."""
 
 
-class PassInFlight(Protocol):
-    """A pass that was given to other threads."""
+class WorkerRun(Protocol):
+    """A pass that was given to other threads of a CPU."""
 
     def end(self) -> None:
-        """Wait until it has ended. Whether it failed is known to who reads its results."""
+        """Wait until it has ended, and take part in it. Whether it failed is known to who reads its results."""
+        ...
+
+    def wait(self) -> None:
+        """`end`, and raise what it failed with."""
         ...
 
 
@@ -58,14 +62,14 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._latest: PassInFlight | None = None
+        self._latest: WorkerRun | None = None
 
     @property
     def is_under_way(self) -> bool:
         """Tell whether a pass was begun that nothing has waited for here."""
         return self._latest is not None
 
-    def begin(self, latest: PassInFlight) -> None:
+    def begin(self, latest: WorkerRun) -> None:
         """A pass was given to other threads. When it ends, those before it have."""
         self._latest = latest
 

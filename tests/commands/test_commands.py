@@ -23,7 +23,7 @@ from hybrid.commands.main import COMMANDS, main
 from hybrid.commands.parity import Judge
 from hybrid.commands.random_checkpoints import FAMILIES, random_model
 from hybrid.commands.stress import Stress, StressReport
-from hybrid.commands.toy_model import ToyPending, ToyRunner
+from hybrid.commands.toy_model import ToyPass, ToyRunner
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
 from hybrid.tiers.archive import read_archive
@@ -206,14 +206,14 @@ def test_stress_notices_contents_that_were_not_moved(monkeypatch: pytest.MonkeyP
 def test_stress_notices_an_answer_that_is_another_request_s(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = ToyRunner.launch
 
-    def swapped(runner: ToyRunner, step: Any) -> ToyPending:
-        pending = launch(runner, step)
-        results = pending.results
+    def swapped(runner: ToyRunner, step: Any) -> ToyPass:
+        launched = launch(runner, step)
+        results = launched.known
         rows = [row for row, result in enumerate(results) if result.tokens]
         tokens = [results[row].tokens for row in rows]
         for row, token in zip(rows, tokens[1:] + tokens[:1], strict=True):
             results[row] = results[row]._replace(tokens=token)
-        return ToyPending(pending.parts, results)
+        return ToyPass(launched.parts, results)
 
     monkeypatch.setattr(ToyRunner, "launch", swapped)
     assert stress.run_stress(None, 0, 0, 300, progress=False, audit_every=100).wrong_answers > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid import Engine, SamplingParams
 from hybrid.engine import results, sampler
 from hybrid.engine.captured_passes import SharedLogits
-from hybrid.engine.model_runner import Pending
+from hybrid.engine.model_runner import LaunchedPass
 from hybrid.engine.padding import Padding, padding_of
 from hybrid.engine.planner import ALIGNMENT, Plan, PlanBuffer, plan
 from hybrid.engine.results import Result
@@ -233,12 +233,12 @@ def test_tokens_that_never_arrive_are_computed_again(
     def lost() -> list[Result]:
         raise RuntimeError("the device is gone, say")
 
-    def unreliable(plan: Plan) -> Pending:
-        pending = launch(plan)
+    def unreliable(plan: Plan) -> LaunchedPass:
+        launched = launch(plan)
         calls.append(plan)
         if len(calls) in (1, 4, 5, 11):
-            monkeypatch.setattr(pending, "wait", lost)
-        return pending
+            monkeypatch.setattr(launched, "results", lost)
+        return launched
 
     monkeypatch.setattr(engine.runner, "launch", unreliable)
     prompts = [ids(50, seed=n) for n in range(3)]
@@ -259,8 +259,8 @@ def test_known_tokens_that_are_computed_again_keep_the_layout_of_a_graph(
     assert engine.deterministic
     build, layouts, known = engine.runner.plan, {}, []
 
-    def watching(step: Step, under_way: Any) -> Plan:
-        plan = build(step, under_way)
+    def watching(step: Step, before: Any) -> Plan:
+        plan = build(step, before)
         if plan.is_padded:
             shape = plan.layout["decodes.block_table"][1]
             assert layouts.setdefault(shape, plan.shape) == plan.shape

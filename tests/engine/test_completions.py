@@ -28,9 +28,9 @@ class Counted:
         self.runner = runner
         self.prompt_tokens = 0
 
-    def plan(self, step: Any, under_way: Any) -> Any:
+    def plan(self, step: Any, before: Any) -> Any:
         self.prompt_tokens += sum(p.end - p.start for p in step.parts if p.is_prefill and not p.request.is_replay)
-        return self.runner.plan(step, under_way)
+        return self.runner.plan(step, before)
 
     def launch(self, plan: Any) -> Any:
         return self.runner.launch(plan)
@@ -209,8 +209,8 @@ class FailsOnce:
     at: int
     calls: int = 0
 
-    def plan(self, step: Any, under_way: Any) -> Any:
-        return self.inner.plan(step, under_way)
+    def plan(self, step: Any, before: Any) -> Any:
+        return self.inner.plan(step, before)
 
     def launch(self, plan: Any) -> Any:
         self.calls += 1

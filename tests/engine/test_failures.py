@@ -174,11 +174,11 @@ def fail_with(engine: Engine, monkeypatch: pytest.MonkeyPatch, is_culprit: Calla
     """Let every pass fail that has a part of the culprit. Returns the steps that failed."""
     build, failed = engine.runner.plan, []
 
-    def failing(step: Step, under_way: Any) -> Plan:
+    def failing(step: Step, before: Any) -> Plan:
         if any(is_culprit(part) for part in step.parts):
             failed.append(step)
             raise RuntimeError("no kernel for this")
-        return build(step, under_way)
+        return build(step, before)
 
     monkeypatch.setattr(engine.runner, "plan", failing)
     return failed

@@ -17,10 +17,10 @@ from torch import Tensor
 from hybrid import Drafter, Engine, History, SamplingParams, SpeculationConfig
 from hybrid.engine import sampler
 from hybrid.engine.request import Request, Status
-from hybrid.engine.results import PendingTokens
+from hybrid.engine.results import ForwardPass
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
-from hybrid.engine.step_loop import Launched
+from hybrid.engine.step_loop import ScheduledPass
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import HostCopy
 from hybrid.prompts.encode import EncodedPrompt
@@ -156,8 +156,8 @@ def test_a_request_that_was_retracted_before_its_token_was_known_keeps_its_part(
         Part(requests[1], Mock(), 25, 26, False, num_unknown=1),
         Part(requests[2], Mock(), 25, 26, False, num_unknown=1),
     ]
-    launched, scheduler = Launched(Step(parts), list(parts), Mock(), 0.0), Mock()
-    launched.drop({requests[0], requests[1]}, scheduler)
+    launched, scheduler = ScheduledPass(Step(parts), list(parts), Mock(), 0.0), Mock()
+    launched.drop_late({requests[0], requests[1]}, scheduler)
     assert [call.args[0].request.request_id for call in scheduler.retreat.mock_calls] == ["late"]
     assert [part.request.request_id for part in launched.parts] == ["retracted", "known"]
 
@@ -238,23 +238,23 @@ def test_a_failure_while_tokens_are_chosen_is_met_by_one_step_and_its_pass_is_fo
     engine = overlapping(made, overlap)
     if graphs:
         engine = Engine(made.loaded, made.cache, engine.config, runner=with_graphs(made)[0].runner)
-    launch, choose = engine.runner.launch, PendingTokens.choose
-    numbers = WeakKeyDictionary[PendingTokens, int]()
+    launch, choose = engine.runner.launch, ForwardPass.tokens
+    numbers = WeakKeyDictionary[ForwardPass, int]()
     broken, launches = {1, 4, 9}, count()
 
     def numbered(plan: Any) -> Any:
-        pending = launch(plan)
-        assert isinstance(pending, PendingTokens)
-        numbers[pending] = next(launches)
-        return pending
+        launched = launch(plan)
+        assert isinstance(launched, ForwardPass)
+        numbers[launched] = next(launches)
+        return launched
 
-    def failing(pending: PendingTokens) -> Tensor:
-        if numbers.get(pending) in broken:
+    def failing(launched: ForwardPass) -> Tensor:
+        if numbers.get(launched) in broken:
             raise RuntimeError("an illegal access, say")
-        return choose(pending)
+        return choose(launched)
 
     monkeypatch.setattr(engine.runner, "launch", numbered)
-    monkeypatch.setattr(PendingTokens, "choose", failing)
+    monkeypatch.setattr(ForwardPass, "tokens", failing)
     params = [greedy(12), greedy(12, temperature=1.0, top_k=20, seed=1)]
     names = [engine.add_request(ids(30 + n, n), params[n]) for n in range(2)]
     outputs, failures = {}, 0

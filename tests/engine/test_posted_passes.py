@@ -16,7 +16,7 @@ import torch
 
 from hybrid import Engine, RequestOutput, SamplingParams
 from hybrid.engine.model_runner import ModelRunner
-from hybrid.engine.results import PendingTokens
+from hybrid.engine.results import ForwardPass
 from hybrid.kernels.cpu.team import Posted, Team
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, no_even_tokens, run_to_end
 
@@ -47,9 +47,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 def watched() -> Iterator[list[str]]:
     """Note what happens in order: "launch" of a pass, "post" of one to other threads, and "wait" for results."""
     events: list[str] = []
-    launch, post, wait = ModelRunner.launch, Team.post, PendingTokens.wait
+    launch, post, wait = ModelRunner.launch, Team.post, ForwardPass.results
 
-    def launched(runner: ModelRunner, plan: Any) -> PendingTokens:
+    def launched(runner: ModelRunner, plan: Any) -> ForwardPass:
         events.append("launch")
         return launch(runner, plan)
 
@@ -59,14 +59,14 @@ def watched() -> Iterator[list[str]]:
             events[-1] = "post"
         return found
 
-    def waited(pending: PendingTokens) -> Any:
+    def waited(launched: ForwardPass) -> Any:
         events.append("wait")
-        return wait(pending)
+        return wait(launched)
 
     with (
         patch.object(ModelRunner, "launch", launched),
         patch.object(Team, "post", posted),
-        patch.object(PendingTokens, "wait", waited),
+        patch.object(ForwardPass, "results", waited),
     ):
         yield events
 

@@ -185,25 +185,25 @@ class Failing:
     rng: random.Random
     chance: float
 
-    def plan(self, step: Any, under_way: Any) -> Any:
-        return self.inner.plan(step, under_way.inner if isinstance(under_way, FailingPending) else under_way)
+    def plan(self, step: Any, before: Any) -> Any:
+        return self.inner.plan(step, before.inner if isinstance(before, FailingPass) else before)
 
     def launch(self, plan: Any) -> Any:
         kind = self.rng.randrange(3) if self.rng.random() < self.chance else None
         if kind == 0:
             raise InjectedError("before the pass")
-        pending = self.inner.launch(plan)
+        launched = self.inner.launch(plan)
         if kind == 1:
             raise InjectedError("after the pass")
-        return FailingPending(pending) if kind == 2 else pending
+        return FailingPass(launched) if kind == 2 else launched
 
 
 @dataclass
-class FailingPending:
+class FailingPass:
     inner: Any
 
-    def wait(self) -> Any:
-        self.inner.wait()
+    def results(self) -> Any:
+        self.inner.results()
         raise InjectedError("waiting for the pass")
 
 
