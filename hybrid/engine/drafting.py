@@ -168,7 +168,6 @@ class Drafting:
             self._cache.swap(lease)
         if path:
             self._cache.advance(lease, end)
-            request.num_computed = end
         if len(lease.block_table) > part.num_pages:
             self._cache.trim(lease, max(part.num_pages, ceil_div(end, page_size)))
         request.num_drafted += len(drafts.tokens)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import Request
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
 from hybrid.errors import REFUSALS, OwnershipError
@@ -38,7 +38,7 @@ class FailureBisector:
 
     def failed(self, parts: list[Part]) -> Request | None:
         """A step with these parts failed, and was undone. Returns the culprit, once it is found."""
-        ends = {part.request: part.end for part in parts if part.request.status is not Status.FINISHED}
+        ends = {part.request: part.end for part in parts if not part.request.has_ended}
         # one that failed earlier than before, while what was undone is computed again, has failed by chance
         common = [request for request, end in ends.items() if end >= self._failed.get(request, end + 1)]
         if self._groups:
@@ -59,9 +59,7 @@ class FailureBisector:
             if part.end >= self._failed.get(part.request, part.end + 1):
                 del self._failed[part.request]
         if self._failed:
-            self._failed = {
-                request: end for request, end in self._failed.items() if request.status is not Status.FINISHED
-            }
+            self._failed = {request: end for request, end in self._failed.items() if not request.has_ended}
         if not parts and self._groups:
             self._groups.popleft()
         while self._groups and not any(request in self._failed for request in self._groups[0]):

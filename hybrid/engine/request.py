@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from hybrid.cache.explain import Explanation, not_started
 from hybrid.cache.lease import Lease
@@ -26,53 +24,6 @@ from hybrid.prompts.images import Media
 from hybrid.prompts.vocabulary import Vocabulary
 from hybrid.speculation.drafter import History
 from hybrid.tiers.tier import Reading
-
-
-class AnswerGroup(OutputSource, Protocol):
-    """Several answers to one prompt (`hybrid.engine.request_builder`)."""
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """One for each answer."""
-        ...
-
-
-class Status(Enum):
-    """The status of a request."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-class RequestKind(StrEnum):
-    """The purpose of a request.
-
-    An answer continues a prompt. A replay computes the tokens of a finished answer once more, as whole chunks, so that
-    they can be shared in deterministic mode; it has no output.
-    """
-
-    ANSWER = "answer"
-    REPLAY = "replay"
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The continuation of a prompt besides its token ids: how they are decoded, and what limits and adapts them.
-
-    Attributes:
-        text: decodes them; None: there is no tokenizer, or no text is wanted.
-        constraints: what is done to logits because of them; None: nothing.
-        adapter: that they are computed with, as the prompt is; None: the model alone.
-        vocabulary: the texts of tokens; None: there is no tokenizer.
-        parser: takes the text apart; None: nothing does.
-    """
-
-    text: Detokenizer | None = None
-    constraints: Constraints | None = None
-    adapter: Adapter | None = None
-    vocabulary: Vocabulary | None = None
-    parser: AnswerParser | None = None
 
 
 @dataclass(slots=True)
@@ -102,20 +53,24 @@ class Request:
         params: how to continue it.
         max_len: number of tokens of prompt and answer, at most.
         namespace: of the cache.
-        continuation: follows the tokens of the answer.
         outputs: where its outputs go.
-        kind: an answer, or a replay of one.
+        is_replay: it computes the tokens of a finished answer once more, as whole chunks, so that they can be shared in
+            deterministic mode. It has no output.
+        text: decodes its tokens; None: there is no tokenizer, or no text is wanted.
+        constraints: what is done to logits because of its tokens; None: nothing.
+        adapter: that it is computed with; None: the model alone.
+        vocabulary: the texts of tokens; None: there is no tokenizer.
+        parser: takes the text apart; None: nothing does.
 
     Attributes:
         ids: prompt and answer, with a placeholder at every position of an image.
         media: the images of the prompt.
         breakpoints: those of the prompt that are not pinned yet.
         declared: positions of the prompt at which the caller wants checkpoints.
-        is_replay: it is a replay.
         prompt_len: number of tokens of the prompt.
         max_len: number of tokens of the prompt and the longest answer that there is room for.
-        num_computed: number of tokens whose K, V and state have been computed, by passes that may still be running.
-        num_committed: number of tokens handed to the cache, for others to share.
+        lease: its memory; None: it waits, or has ended.
+        num_confirmed: number of tokens of which the results are there, so that others may share them.
         num_written: tokens up to the last checkpoint of its prompt that the cache has taken.
         prefill_end: tokens before this are computed as prompt, later ones one at a time.
         kept_len: number of tokens that a next turn can share: those before a stop text.
@@ -145,38 +100,40 @@ class Request:
         max_len: int,
         *,
         namespace: str = "",
-        continuation: Continuation | None = None,
         outputs: Outputs | None = None,
-        kind: RequestKind = RequestKind.ANSWER,
+        is_replay: bool = False,
+        text: Detokenizer | None = None,
+        constraints: Constraints | None = None,
+        adapter: Adapter | None = None,
+        vocabulary: Vocabulary | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.request_id: str = request_id
         self.params = params
         self.namespace = namespace
-        self.text: Detokenizer | None = continuation.text if continuation is not None else None
-        self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
-        self._parser: AnswerParser | None = continuation.parser if continuation is not None else None
+        self.text = text
+        self.constraints = constraints
+        self._parser = parser
         self._num_parsed = 0
-        self.adapter: Adapter | None = continuation.adapter if continuation is not None else None
+        self.adapter = adapter
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
-        self.is_replay: bool = kind is RequestKind.REPLAY
+        self.is_replay = is_replay
         self.prompt_token_ids: list[int] = list(prompt.ids)
         self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
-        self.breakpoints: tuple[Breakpoint, ...] = () if kind is RequestKind.REPLAY else prompt.breakpoints
+        self.breakpoints: tuple[Breakpoint, ...] = () if is_replay else prompt.breakpoints
         self.declared: tuple[int, ...] = (*params.checkpoint_at, *(one.num_tokens for one in self.breakpoints))
         self.prompt_len: int = len(self.ids)
         self.max_len: int = min(self.prompt_len + params.max_new_tokens, max_len)
         self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
-        self.completions: AnswerGroup | None = None
+        self.completions: Completions | None = None
         self.is_fork: bool = False
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * max(1, params.logprob_start_len)
         self.num_drafted: int = 0
         self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
-        self.status: Status = Status.WAITING
         self.lease: Lease | None = None
-        self.num_computed: int = 0
-        self.num_committed: int = 0
+        self.num_confirmed: int = 0
         self.prefill_end: int = 0
         self.kept_len: int = 0
         self.wanted: set[int] = set()
@@ -202,7 +159,7 @@ class Request:
         self._vocabulary: Vocabulary | None = None
         self._token_bytes: dict[int, bytes] = {}
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            self._vocabulary = continuation.vocabulary if continuation is not None else None
+            self._vocabulary = vocabulary
 
     def replay(self, num_tokens: int) -> Request:
         """The replay of the first `num_tokens` tokens of this request, which has ended."""
@@ -213,8 +170,8 @@ class Request:
             self.params,
             num_tokens,
             namespace=self.namespace,
-            continuation=Continuation(adapter=self.adapter),
-            kind=RequestKind.REPLAY,
+            is_replay=True,
+            adapter=self.adapter,
         )
         replay.pin = self.pin
         return replay
@@ -225,8 +182,14 @@ class Request:
         return tenant_of(self.params, self.namespace)
 
     @property
+    def num_computed(self) -> int:
+        """Number of tokens whose K, V and state have been computed, by passes that may still be running."""
+        return self.lease.front_tokens if self.lease is not None else 0
+
+    @property
     def is_prefilling(self) -> bool:
-        return self.num_computed < self.prefill_end
+        """Tell whether it has memory, and tokens of its prompt are to be computed."""
+        return self.lease is not None and self.lease.front_tokens < self.prefill_end
 
     @property
     def has_ended(self) -> bool:
@@ -454,4 +417,54 @@ class Request:
             error_code=self.error_code,
             parsed=parsed.since(previous.parsed if previous is not None else None) if parsed is not None else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
+        )
+
+
+class Completions:
+    """The answers of one request (`SamplingParams(n=...)`).
+
+    The first one computes the prompt. The token after it is sampled for each answer, from the same logits, and the
+    state after the prompt is copied for each. An answer for which there is no memory at that moment waits, and starts
+    as a request that was retracted.
+
+    Args:
+        requests: one for each answer. The first one is queued, and has the id of all.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests: tuple[Request, ...] = tuple(requests)
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self.requests[0].request_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether all answers have ended."""
+        return all(request.has_ended for request in self.requests)
+
+    def output(self, previous: RequestOutput | None = None) -> RequestOutput:
+        """The answers up to now. The fields beside `outputs` are those of the first, but its usage counts the tokens
+        of all answers; it has a finish reason when all answers have one."""
+        former = previous.completions if previous is not None else (None,) * len(self.requests)
+        outputs = [request.output(before) for request, before in zip(self.requests, former, strict=True)]
+        first = outputs[0]
+        each = [output.usage for output in outputs]
+        usage = replace(
+            first.usage,
+            completion_tokens=sum(usage.completion_tokens for usage in each),
+            drafted_tokens=sum(usage.drafted_tokens for usage in each),
+            accepted_tokens=sum(usage.accepted_tokens for usage in each),
+        )
+        completions = tuple(output.completion(index) for index, output in enumerate(outputs))
+        ends = [output.time_to_end for output in outputs if output.time_to_end is not None]
+        known = [output.token_bytes for output in outputs if output.token_bytes is not None]
+        return replace(
+            first,
+            usage=usage,
+            completions=completions,
+            finish_reason=first.finish_reason if self.has_ended else None,
+            time_to_end=max(ends) if self.has_ended and ends else None,
+            token_bytes={token: raw for each in known for token, raw in each.items()} if known else None,
         )

@@ -14,13 +14,12 @@ from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.constraints import Constraints, ThinkingGate, are_needed
 from hybrid.engine.forms import Grammars
-from hybrid.engine.output import Outputs, RequestOutput
-from hybrid.engine.request import Continuation, Request
+from hybrid.engine.output import Outputs
+from hybrid.engine.request import Completions, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
 from hybrid.key import Key
 from hybrid.memory.memory import smallest_memory
-from hybrid.models.adapters import Adapter
 from hybrid.prompts.answer_parser import (
     PLAIN,
     THINKING,
@@ -47,56 +46,6 @@ def params_of(params: SamplingParams, index: int) -> SamplingParams:
     if seed is not None:
         seed = int.from_bytes(blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") >> 1
     return replace(params, seed=seed, n=1, pin_for=None, prompt_logprobs=None)
-
-
-class Completions:
-    """The answers of one request (`SamplingParams(n=...)`).
-
-    The first one computes the prompt. The token after it is sampled for each answer, from the same logits, and the
-    state after the prompt is copied for each. An answer for which there is no memory at that moment waits, and starts
-    as a request that was retracted.
-
-    Args:
-        requests: one for each answer. The first one is queued, and has the id of all.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests: tuple[Request, ...] = tuple(requests)
-
-    @property
-    def request_id(self) -> str:
-        """The id of the request."""
-        return self.requests[0].request_id
-
-    @property
-    def has_ended(self) -> bool:
-        """Tell whether all answers have ended."""
-        return all(request.has_ended for request in self.requests)
-
-    def output(self, previous: RequestOutput | None = None) -> RequestOutput:
-        """The answers up to now. The fields beside `outputs` are those of the first, but its usage counts the tokens
-        of all answers; it has a finish reason when all answers have one."""
-        former = previous.completions if previous is not None else (None,) * len(self.requests)
-        outputs = [request.output(before) for request, before in zip(self.requests, former, strict=True)]
-        first = outputs[0]
-        each = [output.usage for output in outputs]
-        usage = replace(
-            first.usage,
-            completion_tokens=sum(usage.completion_tokens for usage in each),
-            drafted_tokens=sum(usage.drafted_tokens for usage in each),
-            accepted_tokens=sum(usage.accepted_tokens for usage in each),
-        )
-        completions = tuple(output.completion(index) for index, output in enumerate(outputs))
-        ends = [output.time_to_end for output in outputs if output.time_to_end is not None]
-        known = [output.token_bytes for output in outputs if output.token_bytes is not None]
-        return replace(
-            first,
-            usage=usage,
-            completions=completions,
-            finish_reason=first.finish_reason if self.has_ended else None,
-            time_to_end=max(ends) if self.has_ended and ends else None,
-            token_bytes={token: raw for each in known for token, raw in each.items()} if known else None,
-        )
 
 
 MAX_ID_CHARACTERS = 256
@@ -241,9 +190,25 @@ class RequestBuilder:
         requests = []
         for index in range(params.n):
             own, name = params_of(params, index), f"{request_id}/{index}" if index else request_id
-            continuation = self._continuation(own, encoded.ids, adapter, namespace, tools)
+            text, parser = self._decoding(own, encoded.ids, tools)
+            constraints = None
+            if are_needed(own):
+                is_thinking = parser is not None and parser.is_thinking
+                constraints = self._constraints(own, encoded.ids, namespace, is_thinking)
             requests.append(
-                Request(name, encoded, own, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
+                Request(
+                    name,
+                    encoded,
+                    own,
+                    max_len,
+                    namespace=namespace,
+                    outputs=outputs,
+                    text=text,
+                    constraints=constraints,
+                    adapter=adapter,
+                    vocabulary=self._vocabulary,
+                    parser=parser if own.parse_response else None,
+                )
             )
         if len(requests) > 1:
             completions = Completions(requests)
@@ -277,15 +242,10 @@ class RequestBuilder:
             prefix = prefix_of(self._loaded.tokenizer, prompt, template)
         return AnswerParser(template, prefix, tools) if template and prefix is not None else AnswerParser(PLAIN, "")
 
-    def _continuation(
-        self,
-        params: SamplingParams,
-        prompt: list[int],
-        adapter: Adapter | None,
-        namespace: str,
-        tools: Sequence[Tool],
-    ) -> Continuation:
-        """Return how the tokens of an answer are decoded, taken apart, constrained and adapted."""
+    def _decoding(
+        self, params: SamplingParams, prompt: list[int], tools: Sequence[Tool]
+    ) -> tuple[Detokenizer | None, AnswerParser | None]:
+        """Return what decodes the tokens of an answer, and what takes it apart."""
         tokenizer = self._loaded.tokenizer
         if params.parse_response and tokenizer is None:
             raise PromptError("parse_response needs a tokenizer, and this checkpoint has none; leave it out")
@@ -300,9 +260,7 @@ class RequestBuilder:
                 skip_special_tokens=params.skip_special_tokens,
                 control=self._control,
             )
-        is_thinking = parser is not None and parser.is_thinking
-        constraints = self._constraints(params, prompt, namespace, is_thinking) if are_needed(params) else None
-        return Continuation(text, constraints, adapter, self._vocabulary, parser if params.parse_response else None)
+        return text, parser
 
     def _constraints(self, params: SamplingParams, prompt: list[int], namespace: str, is_thinking: bool) -> Constraints:
         """Return the constraints on the logits of an answer.

@@ -16,7 +16,7 @@ from hybrid.engine.constraints import Edits
 from hybrid.engine.padding import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Replay
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import Request
 from hybrid.engine.sampler import (
     NOT_FINITE,
     Logprobs,
@@ -226,7 +226,7 @@ class ForwardPass:
             return None
         edits = [
             request.constraints.after(path)
-            if request is not None and request.constraints is not None and request.status is not Status.FINISHED
+            if request is not None and request.constraints is not None and not request.has_ended
             else None
             for request, path, _ in tokens_of(self._plan.parts, self._plan.sampled)
         ]

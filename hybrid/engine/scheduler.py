@@ -27,7 +27,7 @@ from hybrid.cache.explain import LEFT_OUT, Explanation
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.request import ColdStart, Request, Status
+from hybrid.engine.request import ColdStart, Request
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import REFUSALS, MemoryBudgetError
@@ -57,13 +57,13 @@ class Leaders:
         """
         if request.leader is not None:
             leader, position = request.leader
-            if leader.status is Status.RUNNING and leader.num_committed < position:
+            if leader.lease is not None and leader.num_confirmed < position:
                 return True
             request.leader = None
         key: Key | None = None
         usable, grid = 0, self._grid
         for leader in running:
-            if leader.num_committed >= leader.prefill_end or leader.namespace != request.namespace:
+            if leader.num_confirmed >= leader.prefill_end or leader.namespace != request.namespace:
                 continue
             if leader.ids[:grid] != request.ids[:grid]:
                 continue  # most have nothing in common: no key is made for them
@@ -292,7 +292,6 @@ class Scheduler:
             if part.swaps:
                 self.cache.swap(part.lease)
             self.cache.advance(part.lease, part.end)
-            request.num_computed = part.end
             served[request.tenant] = served.get(request.tenant, 0) + (not part.is_prefill)
         for tenant, num_tokens in served.items():
             self.waiting.serve(tenant, num_tokens)
@@ -302,7 +301,6 @@ class Scheduler:
         """A part was launched that wrote nothing: its last token was not known to the device. It is computed again."""
         if part.is_alive:
             self.cache.undo_advance(part.lease, part.start, part.swaps)
-            part.request.num_computed = part.start
 
     def commit(self, part: Part, computed: int) -> None:
         """A part of a step was computed, with the drafts after it up to `computed` tokens: share its finished chunks.
@@ -319,7 +317,7 @@ class Scheduler:
             if lease.num_written <= request.prompt_len:
                 request.num_written = lease.num_written
             self._keep_breakpoints(request, whole)
-        request.num_committed = end
+        request.num_confirmed = end
         if request.is_replay and part.end == len(request.ids):
             self._pin(request)
             self.discard(request)
@@ -357,7 +355,7 @@ class Scheduler:
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
             if not self.deterministic and (request.cold is None or request.cold.is_proven):
-                kept = min(request.kept_len, request.num_committed)
+                kept = min(request.kept_len, request.num_confirmed)
                 if keeps_turns:
                     self.cache.donate_states(lease, kept)
                 self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
@@ -389,12 +387,13 @@ class Scheduler:
 
     def start_again(self, requests: Iterable[Request]) -> None:
         """The cache has forgotten what leases held: of these requests, those that have not ended start again."""
+        waiting = {*self.waiting.in_turn(set())}
         for request in {*self.running, *requests}:
             request.lease = None  # it has ended
         for replay in [request for request in self.running if request.is_replay]:
             self.discard(replay)
         for request in sorted(requests, key=lambda request: request.arrived, reverse=True):
-            if request.finish_reason is None and request.status is not Status.WAITING and not request.is_fork:
+            if request.finish_reason is None and request not in waiting and not request.is_fork:
                 self.discard(request)
                 self._wait_again(request)
 
@@ -405,7 +404,8 @@ class Scheduler:
             self.running.remove(request)
         self.restoring.forget(request)
         lease, request.lease = request.lease, None
-        request.status = Status.FINISHED
+        if request.is_replay:
+            request.finish_reason = "length"  # it is not resumed
         if lease is not None:
             self.cache.close(lease)
         if self.drafting is not None:
@@ -638,11 +638,11 @@ class Scheduler:
         )
         if lease is None:
             return False
-        request.lease, request.status = lease, Status.RUNNING
+        request.lease = lease
         request.started_at = request.started_at or time.perf_counter()
         request.prefill_end = end
         request.leader = None
-        request.num_computed = request.num_committed = lease.num_hit_tokens
+        request.num_confirmed = lease.num_hit_tokens
         self.running.append(request)
         self.waiting.started(request, end - lease.num_expected)
         if self.restoring.start(request):
@@ -652,10 +652,10 @@ class Scheduler:
     def _resume(self, request: Request) -> None:
         """A request that has its memory computes from its hit on."""
         assert request.lease is not None
-        request.num_computed = request.num_committed = request.lease.num_hit_tokens
-        if request.num_committed:
-            self.cache.breakpoints.use(request.lease.key, request.num_committed)
-            self._keep_breakpoints(request, request.num_committed)
+        request.num_confirmed = request.lease.num_hit_tokens
+        if request.num_confirmed:
+            self.cache.breakpoints.use(request.lease.key, request.num_confirmed)
+            self._keep_breakpoints(request, request.num_confirmed)
         if request.explanation is None:
             request.explanation = _limited(request.lease.explanation, request.hit_limit, self._grid)
             if not request.is_replay:
@@ -685,9 +685,9 @@ class Scheduler:
         if lease is None:
             self.waiting.return_first(fork)
             return
-        fork.lease, fork.status, fork.started_at = lease, Status.RUNNING, request.started_at
-        fork.num_computed = fork.prefill_end = lease.front_tokens
-        fork.num_committed = request.num_committed
+        fork.lease, fork.started_at = lease, request.started_at
+        fork.prefill_end = lease.front_tokens
+        fork.num_confirmed = request.num_confirmed
         self.running.append(fork)
 
     def _start_after(self, give_way: Callable[[], bool], request: Request) -> bool:
@@ -728,6 +728,5 @@ class Scheduler:
 
     def _wait_again(self, request: Request) -> None:
         """A request that has run, and has no memory any more, is resumed first."""
-        request.num_computed = request.num_committed = 0
-        request.status = Status.WAITING
+        request.num_confirmed = 0
         self.waiting.return_first(request)

@@ -14,7 +14,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.failures import FailureBisector, Recovery, StepGuard
 from hybrid.engine.model_runner import ClosedRunner, LaunchedPass, Runner
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import Request
 from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
@@ -326,7 +326,7 @@ class StepLoop(ABC):
     def _finish(self, guard: StepGuard, launched: ScheduledPass, results: Mapping[int, Result]) -> None:
         """Commit and deliver the results of a step, request by request."""
         for part in launched.parts:
-            if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
+            if part.request.has_ended:  # it failed while the next step was scheduled, or ended
                 continue
             try:
                 if not results[id(part)].is_finite and self._start_cold(part):
@@ -422,7 +422,7 @@ class StepLoop(ABC):
             if fork.finish_reason is None:
                 self._scheduler.fork(request, fork)
             else:
-                fork.is_fork, fork.status = False, Status.FINISHED
+                fork.is_fork = False
                 self._end(fork)
         except Exception as error:
             fork.is_fork = False
@@ -507,7 +507,7 @@ class StepLoop(ABC):
         self._discard(request)
         for fork in request.forks:  # their prompt was not computed
             fork.is_fork, fork.finish_reason, fork.error = False, "error", request.error
-            fork.status, fork.error_code = Status.FINISHED, request.error_code
+            fork.error_code = request.error_code
         self._end(request)
         request.outputs.put(request.source)
 
@@ -538,7 +538,7 @@ class StepLoop(ABC):
                 raise
 
     def _end_aborted(self, request: Request) -> None:
-        running = [answer for answer in request.answers if answer.status is not Status.FINISHED]
+        running = [answer for answer in request.answers if not answer.has_ended]
         for answer in running:
             answer.finish_reason = "abort"
             answer.is_fork = False
@@ -625,7 +625,7 @@ class OverlapLoop(StepLoop):
     def _launched_ahead(self, guard: StepGuard) -> ScheduledPass | None:
         """The step that was launched ahead, if a request of it still runs."""
         launched, self._next = self._next, None
-        if launched is None or all(part.request.status is Status.FINISHED for part in launched.parts):
+        if launched is None or all(part.request.has_ended for part in launched.parts):
             return None
         guard.undo_on_failure(launched.step)
         return launched
