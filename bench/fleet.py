@@ -174,9 +174,9 @@ class Replica:
 
     def serve(self, request: Request) -> tuple[int, int]:
         """Serve a request. Returns the tokens that it need not compute, and the bytes that were restored for it."""
-        before = self.cache.restores.num_bytes if self.cache.restores is not None else 0
+        before = self.cache.stats().restored_bytes
         hit, _ = serve(self.cache, request.key, request.num_input)
-        after = self.cache.restores.num_bytes if self.cache.restores is not None else 0
+        after = self.cache.stats().restored_bytes
         return hit, (after - before) * SMALLER
 
     def changes(self) -> list[Change]:

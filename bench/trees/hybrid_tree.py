@@ -15,6 +15,7 @@ from slots import Slots
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.audit import audit
 from hybrid.cache.pins import Pins
+from hybrid.cache.stats import CacheStats
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Lock, Node, Released
@@ -85,4 +86,4 @@ class HybridTree:
         for pool, slots in ((memory.pages, self.kv), (memory.states, self.st)):
             pool.allocate(pool.capacity)
             pool.free(slots.free_ids())
-        audit(self.tree, memory, [], Pins(self.tree, memory, Allocator(self.tree, memory)))
+        audit(self.tree, memory, [], Pins(self.tree, memory, Allocator(self.tree, memory, CacheStats())))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybrid.cache.held import HeldSlots
 from hybrid.cache.lease import Lease
+from hybrid.cache.stats import CacheStats
 from hybrid.memory.arena import Arena, ArenaPool
 from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory, Pool
@@ -25,36 +26,29 @@ class Allocator:
     Args:
         tree: evicts.
         memory: the pools, and who moves their contents.
+        stats: counts what is evicted and moved.
         digests: of what the tree owns; None: contents are not verified.
         on_evict: called with what the tree has evicted, before it is freed.
-
-    Attributes:
-        evicted_pages, evicted_checkpoints: how many were evicted so far.
     """
 
     def __init__(
         self,
         tree: Tree,
         memory: CacheMemory,
+        stats: CacheStats,
         digests: Digests | None = None,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
-        self.evicted_pages: int = 0
-        self.evicted_checkpoints: int = 0
         self._tree = tree
         self._memory = memory
+        self._stats = stats
         self._pages = memory.pages
         self._states = memory.states
         self._checkpoints = memory.checkpoints
         self._uploads = memory.uploads
         self._on_evict = on_evict
         self._digests = digests
-        self._elastic = _Elastic(tree, memory, digests) if memory.arena is not None else None
-
-    @property
-    def num_moved(self) -> int:
-        """The number of units that were moved together so far."""
-        return self._elastic.compactor.num_moved if self._elastic is not None else 0
+        self._elastic = _Elastic(tree, memory, stats, digests) if memory.arena is not None else None
 
     # Allocating
 
@@ -233,8 +227,8 @@ class Allocator:
             self._digests.forget(released.pages, released.slots)
         self._pages.free(released.pages)
         self._checkpoints.free(released.slots)
-        self.evicted_pages += len(released.pages)
-        self.evicted_checkpoints += len(released.slots)
+        self._stats.evicted_pages += len(released.pages)
+        self._stats.evicted_checkpoints += len(released.slots)
 
     # What evicting could yield
 
@@ -281,7 +275,7 @@ class _Elastic:
         held_checkpoints: locked checkpoints; where those are state slots, the same object.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory, digests: Digests | None) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, stats: CacheStats, digests: Digests | None) -> None:
         assert memory.arena is not None
         assert isinstance(memory.pages, ArenaPool) and isinstance(memory.states, ArenaPool)
         assert isinstance(memory.checkpoints, ArenaPool)
@@ -292,7 +286,7 @@ class _Elastic:
         self.held_checkpoints = self.held_states
         if memory.stores_smaller:
             self.held_checkpoints = HeldSlots(memory.checkpoints.per_piece, 0)
-        self.compactor = _Compactor(memory, digests)
+        self.compactor = _Compactor(memory, stats, digests)
         self._tree = tree
 
     def max_pages(self, extra_pieces: int = 0) -> int:
@@ -338,15 +332,13 @@ class _Compactor:
 
     Args:
         memory: the pools, and who moves their contents.
+        stats: counts what is moved.
         digests: they follow too; None: there are none.
-
-    Attributes:
-        num_moved: how many units were moved so far.
     """
 
-    def __init__(self, memory: CacheMemory, digests: Digests | None) -> None:
-        self.num_moved: int = 0
+    def __init__(self, memory: CacheMemory, stats: CacheStats, digests: Digests | None) -> None:
         self._memory = memory
+        self._stats = stats
         self._digests = digests
         # Per page, the lease that it is private to, or the node that it was inserted with: where to look for its owner.
         self._owners: list[Lease | Node | None] = [None] * memory.pages.size
@@ -421,7 +413,7 @@ class _Compactor:
                 node = self._checkpoints[new] = self._checkpoints.pop(old)
                 node.slot = new
         pool.move(moves)
-        self.num_moved += len(moves)
+        self._stats.moved_pages += len(moves)
         return True
 
     def _may_move(self, slot: int) -> bool:

@@ -189,10 +189,10 @@ class HybridCache:
         config = settings_of(memory, config)
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
-        self.tiers: Tiers | None = make_tiers(memory, config, model)
-        self._on_evict = on_evict
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
+        self.tiers: Tiers | None = make_tiers(memory, config, model, self._stats)
+        self._on_evict = on_evict
         self._owner = _Owner()
         host, disk = (self.tiers.host, self.tiers.disk) if self.tiers is not None else (None, None)
         self._subscriptions = Subscriptions(memory, host, disk, self.claim)
@@ -222,7 +222,7 @@ class HybridCache:
         self.tree.use_clock(self._clock)
         self._subscriptions.follow(self.tree)
         self._digests = memory.digests() if config.verify_contents else None
-        self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self._stats, self._digests, self._on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
@@ -235,7 +235,9 @@ class HybridCache:
         self.restores: Restores | None = None
         self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
         if self.tiers is not None and memory.sizes is not None:
-            self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config, self._audit)
+            self.restores = Restores(
+                self.tiers, self.tree, self._opener, restorer, memory.sizes, config, self._stats, self._audit
+            )
 
     def _new_tree(self) -> Tree:
         offloader = self.tiers.offloader if self.tiers is not None else None
@@ -902,7 +904,7 @@ class HybridCache:
         ended then, and are not to be closed. Copies in tiers stay, but those of a tier that is inconsistent too."""
         self._owner.claim()
         with deferred():
-            self._stats.note_reset(self.stats())
+            self._stats.resets += 1
             for lease in self.leases:
                 if lease.restoring is not None:
                     lease.restoring.drop()
@@ -921,18 +923,13 @@ class HybridCache:
 
     def stats(self) -> CacheStats:
         """Count what the cache did and holds. May be called from any thread."""
-        now, tree, allocator, memory = replace(self._stats), self.tree, self.allocator, self.memory
-        now.evicted_pages += allocator.evicted_pages
-        now.evicted_checkpoints += allocator.evicted_checkpoints
-        now.moved_pages += allocator.num_moved
+        now, tree, memory = replace(self._stats), self.tree, self.memory
         now.pages_total, now.pages_free = memory.pages.capacity, memory.pages.num_free
         now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
         now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints
-        now.pages_private, now.states_private = allocator.num_private()
+        now.pages_private, now.states_private = self.allocator.num_private()
         if self.tiers is not None:
-            self.tiers.count(now)
-        if self.restores is not None:
-            self.restores.count(now)
+            self.tiers.fill_in(now)
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         if (guard := tree.guard) is not None:
             now.lru_is_on, now.lru_switches, now.lru_lead = guard.is_on, guard.switches, guard.lru_hits - guard.hits

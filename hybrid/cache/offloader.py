@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
+from hybrid.cache.stats import CacheStats
 from hybrid.key import TOKEN_BYTES, Key, names_of
 from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.disk import DiskTier
@@ -96,10 +97,10 @@ class Offloader:
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
         page_size: tokens per page.
+        stats: counts copies that raise.
 
     Attributes:
         reuse: how often what left was wanted again.
-        num_failures: copies that raised.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class Offloader:
         memory: CacheMemory,
         sizes: UnitSizes,
         page_size: int,
+        stats: CacheStats,
     ) -> None:
-        self.num_failures: int = 0
         self.reuse: ReuseTracker = ReuseTracker(savings.reuse)
         self._host = host
         self._disk = disk
@@ -121,6 +122,7 @@ class Offloader:
         self._memory = memory
         self._sizes = sizes
         self._page_size = page_size
+        self._stats = stats
         self._tree: Tree | None = None
         self._is_discarding = False
         self._is_ending = False
@@ -179,7 +181,7 @@ class Offloader:
 
     def _failed(self, error: Exception) -> None:
         """An exception that is not of the device may have come between any two lines of a tier's bookkeeping."""
-        self.num_failures += 1
+        self._stats.tier_failures += 1
         if not isinstance(error, UnreadableError):
             clear_inconsistent(self._tiers)
 

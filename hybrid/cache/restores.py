@@ -41,12 +41,10 @@ class Restores:
         restorer: writes it into the memory of a lease, and inserts it.
         sizes: bytes of a page and of a checkpoint.
         config: of the cache.
+        stats: counts what comes back for requests, restores that raise, and those that hold NaN or infinity.
         audit: raises where the cache is inconsistent.
 
     Attributes:
-        num_checkpoints, num_tokens, num_bytes: that came back, for requests.
-        num_failures: restores that raised; requests compute then.
-        num_damaged: restores that held NaN or infinity; likewise, and what they would have used is dropped.
         arrivals: what was restored, and is on its way.
     """
 
@@ -58,13 +56,9 @@ class Restores:
         restorer: Restorer,
         sizes: UnitSizes,
         config: CacheConfig,
+        stats: CacheStats,
         audit: Callable[[], None],
     ) -> None:
-        self.num_checkpoints: int = 0
-        self.num_tokens: int = 0
-        self.num_bytes: int = 0
-        self.num_failures: int = 0
-        self.num_damaged: int = 0
         self._tiers = tiers
         self._tree = tree
         self._opener = opener
@@ -73,18 +67,8 @@ class Restores:
         self._sizes = sizes
         self._page_size = config.page_size
         self._grid = config.grid
+        self._stats = stats
         self._audit = audit
-
-    def count(self, stats: CacheStats) -> None:
-        """Fill in what came back."""
-        stats.restored_checkpoints += self.num_checkpoints
-        stats.restored_tokens += self.num_tokens
-        stats.restored_bytes += self.num_bytes
-        stats.tier_failures += self.num_failures + self.num_damaged
-        stats.damaged_copies += self.num_damaged
-        if self._tiers.disk is not None:
-            reader = self._tiers.disk.reader
-            stats.read_ahead_bytes, stats.read_in_vain_bytes = reader.bytes_ahead, reader.bytes_in_vain
 
     # Before a lease is opened
 
@@ -106,7 +90,7 @@ class Restores:
         except UnavailableError:
             return None
         except Exception:
-            self.num_failures += 1
+            self._stats.tier_failures += 1
             return None
 
     def _read_ahead(self, key: Key, limit: int) -> Reading | None:
@@ -234,18 +218,19 @@ class Restores:
         except UnavailableError:
             raise
         except Exception as error:
-            self.num_failures += 1
+            self._stats.tier_failures += 1
             self._audit()  # it may have come between any two lines of the bookkeeping
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
         if outcome is RestoreOutcome.NOT_FINITE:
-            self.num_damaged += 1
+            self._stats.tier_failures += 1
+            self._stats.damaged_copies += 1
             self._tiers.drop(name for names in candidate.names.values() for name in names)
             raise UnavailableError(f"{outcome.value}, and is dropped")
         if outcome is not RestoreOutcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
         written = time.perf_counter() - start + self.arrivals.seconds(candidate.num_bytes)
         seconds = self._note(restoring, candidate, contents, written)
-        self.num_tokens += saved
+        self._stats.restored_tokens += saved
         return Restored(candidate.label, saved, candidate.num_bytes, seconds, waited, restoring.refused)
 
     # What there is
@@ -336,8 +321,8 @@ class Restores:
                 tier.used(name)
                 if name[0] == CHECKPOINT:
                     self._tiers.is_back(name)
-        self.num_checkpoints += 1
-        self.num_bytes += candidate.num_bytes
+        self._stats.restored_checkpoints += 1
+        self._stats.restored_bytes += candidate.num_bytes
         return read + written
 
 

@@ -94,13 +94,6 @@ class CacheStats:
     shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     resets: int = 0
 
-    def note_reset(self, before: CacheStats) -> None:
-        """Keep all that was counted: what counts it begins anew."""
-        self.resets += 1
-        self.evicted_pages, self.evicted_checkpoints = before.evicted_pages, before.evicted_checkpoints
-        self.moved_pages, self.restored_checkpoints = before.moved_pages, before.restored_checkpoints
-        self.restored_tokens, self.restored_bytes = before.restored_tokens, before.restored_bytes
-
     def count(self, explanation: Explanation) -> None:
         """Count a request and its hit."""
         self.requests += 1

@@ -44,6 +44,7 @@ class Tiers:
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
         config: of the cache.
+        stats: counts copies that fail.
         fingerprint: of copies on disk; None: there are none.
 
     Attributes:
@@ -60,13 +61,14 @@ class Tiers:
         memory: CacheMemory,
         sizes: UnitSizes,
         config: CacheConfig,
+        stats: CacheStats,
         fingerprint: Fingerprint | None = None,
     ) -> None:
         self.fingerprint: Fingerprint | None = fingerprint
         self.host: HostTier | None = host
         self.disk: DiskTier | None = disk
         self.savings: Savings = savings
-        self.offloader: Offloader = Offloader(host, disk, savings, memory, sizes, config.page_size)
+        self.offloader: Offloader = Offloader(host, disk, savings, memory, sizes, config.page_size, stats)
         self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 
     def holders(self, node: Node) -> tuple[str, ...]:
@@ -105,8 +107,8 @@ class Tiers:
         self.offloader.flush_to_disk()
         self.disk.close(SHUTDOWN_SECONDS)
 
-    def count(self, stats: CacheStats) -> None:
-        """Fill in what they hold and did."""
+    def fill_in(self, stats: CacheStats) -> None:
+        """Fill in what they hold now, and add what they have counted themselves."""
         host, disk = self.host, self.disk
         if host is not None:
             stats.host_bytes_total, stats.host_bytes_used = host.num_bytes, host.bytes_used
@@ -121,7 +123,7 @@ class Tiers:
             stats.disk_failure, stats.disk_report = disk.failure, "; ".join(disk.report)
             stats.tier_failures += disk.counts.num_failures + disk.counts.num_damaged
             stats.damaged_copies += disk.counts.num_damaged
-        stats.tier_failures += self.offloader.num_failures
+            stats.read_ahead_bytes, stats.read_in_vain_bytes = disk.reader.bytes_ahead, disk.reader.bytes_in_vain
 
     def violations(self) -> list[str]:
         """Return what is wrong with their bookkeeping, for the audit."""
@@ -136,11 +138,14 @@ class Tiers:
             self.host.restored(name[1], is_copied_again)
 
 
-def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None) -> Tiers | None:
+def make_tiers(
+    memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None, stats: CacheStats
+) -> Tiers | None:
     """The tiers that a configuration asks for; None: none.
 
     Args:
         model: a name for the model and its weights, or a whole fingerprint: for copies on disk.
+        stats: counts copies that fail.
 
     Raises:
         ArgumentError: the memory has no contents that can be copied, or the disk needs a name of the model.
@@ -173,7 +178,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
         disk = DiskTier(
             config.directory, config.disk, _origin(here, memory), savings, wants_ids=config.directory_readable
         )
-    return Tiers(host, disk, savings, memory, sizes, config, here)
+    return Tiers(host, disk, savings, memory, sizes, config, stats, here)
 
 
 def _origin(here: Fingerprint, memory: CacheMemory) -> Origin:
