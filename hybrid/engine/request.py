@@ -79,7 +79,6 @@ class Request:
         ahead: what it will need from disk is being read while it waits; None: nothing is.
         was_retracted: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
         cold: its second start without what is cached; None: there was none.
-        latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
         history: its tokens as drafters see them.
@@ -141,7 +140,6 @@ class Request:
         self.ahead: Reading | None = None
         self.was_retracted: bool = False
         self.cold: ColdStart | None = None
-        self.latest_turn: int = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None

@@ -99,7 +99,8 @@ class SamplingParams:
         priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer
             than what else its tenant has there.
         tenant: who sends this request; None: its namespace.
-        scheduling_priority: of waiting requests of one tenant those with lower values start earlier.
+        scheduling_priority: of waiting requests of one tenant those with lower values start earlier. One with a higher
+            value may wait for as long as such come.
         presence_penalty: subtracted from the logits of tokens that are in the answer so far; -2 to 2.
         frequency_penalty: subtracted from the logits of tokens once per occurrence in the answer so far; -2 to 2.
         repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied.

@@ -2,10 +2,11 @@
 
 First come requests that were retracted, in their old order. Then come new requests, by turns between tenants: the
 next one is the oldest of the tenant that was served the fewest tokens (fair queueing), so that many requests of one
-client do not delay another's. A request that many others have overtaken comes first, whatever its tenant was served.
-Within a tenant those with a lower `scheduling_priority` come earlier, of equals the oldest: a tenant cannot delay
-others by its priorities.
-Replays come last.
+client do not delay another's. Within a tenant those with a lower `scheduling_priority` come earlier, of equals the
+oldest: a tenant cannot delay others by its priorities. Replays come last.
+
+No tenant is starved by others that come later. They count as served as much as the *virtual time*, which grows as what
+one tenant is served if all that wait are served equally: it passes every tenant that waits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from heapq import heappop, heappush
 
 from hybrid.engine.request import Request
 from hybrid.lazy_heap import LazyHeap
-
-MAX_OVERTAKING = 256
-"""A request starts after those that waited when it came, and at most this many others."""
 
 MAX_SERVED = 4096
 """Tenants of which nothing waits, and of which what they were served is known: at least this many, at most twice."""
@@ -35,13 +33,12 @@ class WaitingQueue:
         self._weight_of = weight_of
         self._retracted: deque[Request] = deque()
         self._by_tenant: dict[str, LazyHeap[Request]] = {}  # by `scheduling_priority`
-        self._by_latest_turn: LazyHeap[Request] = LazyHeap()  # the same requests
         self._tenants: LazyHeap[str] = LazyHeap()  # those of which requests wait, by what they were served
         self._replays: LazyHeap[Request] = LazyHeap()
         self._served: dict[str, float] = {}  # tokens, divided by the tenant's weight
         self._moved: dict[str, None] = {}  # tenants that were served since they were put into the queue
-        self._virtual_time: float = 0  # what the tenant that started last had been served
-        self._num_started = 0
+        self._virtual_time: float = 0
+        self._new: set[Request] = set()  # those that have not run
 
     def __bool__(self) -> bool:
         return bool(self._retracted or self._by_tenant or self._replays)
@@ -59,16 +56,15 @@ class WaitingQueue:
     @property
     def num_requests(self) -> int:
         """Requests that wait, replays aside."""
-        return len(self._retracted) + len(self._by_latest_turn)
+        return len(self._retracted) + len(self._new)
 
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""
         if request.is_replay:
             self._replays.put(request, 0)
             return
-        request.latest_turn = self._num_started + self.num_requests + MAX_OVERTAKING
         name = request.tenant
-        self._by_latest_turn.put(request, request.latest_turn)
+        self._new.add(request)
         if name not in self._by_tenant:
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
             self._tenants.put(name, self._served[name])
@@ -86,8 +82,7 @@ class WaitingQueue:
         elif request in self._retracted:
             self._retracted.remove(request)
         else:
-            if request in self._by_latest_turn:
-                self._by_latest_turn.remove(request)
+            self._new.discard(request)
             self._remove_of(request.tenant, request)
 
     def _remove_of(self, name: str, request: Request) -> None:
@@ -109,7 +104,6 @@ class WaitingQueue:
         """
         name = request.tenant
         if not request.is_replay and request not in self._retracted:
-            self._num_started += 1
             self._virtual_time = max(self._virtual_time, self._served[name])
             self.serve(name, num_tokens)
         self.remove(request)
@@ -118,6 +112,8 @@ class WaitingQueue:
         """Count tokens as service of a tenant."""
         counted = num_tokens if self._weight_of is None else num_tokens / self._weight_of(tenant)
         self._served[tenant] = self._served.get(tenant, self._virtual_time) + counted
+        if self._by_tenant:
+            self._virtual_time += counted / len(self._by_tenant)
         if tenant in self._by_tenant:
             self._moved[tenant] = None
         if len(self._served) > 2 * MAX_SERVED + len(self._by_tenant):
@@ -146,22 +142,7 @@ class WaitingQueue:
                 self._tenants.put(name, self._served[name])
         self._moved.clear()
         yield from tuple(self._retracted)
-        offered: set[Request] = set()
-        turns, latest_turns = self._by_turns(skipped), self._by_latest_turn.walk()
-        urgent = next(latest_turns, None)
-        while True:
-            while urgent is not None and urgent[0] <= self._num_started:
-                request = urgent[1]
-                urgent = next(latest_turns, None)
-                if request in self._by_latest_turn and request not in offered and request.tenant not in skipped:
-                    offered.add(request)
-                    yield request
-            following = next(turns, None)
-            if following is None:
-                break
-            if following not in offered:
-                offered.add(following)
-                yield following
+        yield from self._by_turns(skipped)
         yield from (replay for _, replay in self._replays.walk())
 
     def _by_turns(self, skipped: Set[str]) -> Iterator[Request]:
@@ -172,13 +153,10 @@ class WaitingQueue:
         queues: dict[str, Iterator[tuple[float, Request]]] = {}
         while begun or following is not None:
             if following is not None and (not begun or following[0] < begun[0][0]):
-                (served, name), following = following, next(others, None)
+                name, following = following[1], next(others, None)
                 queues[name] = self._by_tenant[name].walk() if name in self._by_tenant else iter(())
             else:
-                served, name = heappop(begun)
-            if self.num_served(name) > served:  # an overtaken request of it has started meanwhile
-                heappush(begun, (self.num_served(name), name))
-                continue
+                name = heappop(begun)[1]
             _, request = next(queues[name], (0, None))
             if request is not None and name not in skipped:
                 yield request

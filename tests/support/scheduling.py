@@ -21,10 +21,10 @@ VOCAB = 1024
 class Known:
     """A pass whose results are known."""
 
-    results: list[Result]
+    known: list[Result]
 
-    def wait(self) -> list[Result]:
-        return self.results
+    def results(self) -> list[Result]:
+        return self.known
 
 
 @dataclass
