@@ -1,4 +1,7 @@
-"""Checks of arguments: each returns the value, as Python's own type, or raises an error that names it."""
+"""Checks of arguments: each returns the value, as Python's own type, or raises an error that names it.
+
+What a setting may be is a `Rule`; `settings` reads all fields of a dataclass by theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import math
 import reprlib
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar
 
 from hybrid.errors import ArgumentError, CheckpointError, KeywordError
 
 Settings = TypeVar("Settings", bound=type)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """The types that a model runs in, for who checks arguments before torch is imported."""
@@ -162,59 +166,158 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def boolean(name: str, value: object) -> bool:
-    """True or False: no text, and no number."""
-    import numpy as np  # not above: the help of the command line reads this file
-
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    raise ArgumentError(f"{name} must be True or False; got {shown(value)}")
-
-
 def is_integer(value: object) -> TypeGuard[Integral]:
     """Tell whether a value is an integer of any type, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def integer(name: str, value: object, low: int, high: int = MAX_INT, *, remedy: str = "") -> int:
-    """An integer in `[low, high]`.
+class RuleError(Exception):
+    """What is wrong with a value, where a rule's own words do not say it: said after the name of the setting."""
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Value]):
+    """What a setting may be.
+
+    Attributes:
+        expected: in words, said after "must be".
+        accepts: whether a value is as expected.
+        read: returns it as Python's own type. It may raise `RuleError`.
+    """
+
+    expected: str
+    accepts: Callable[[Any], object]
+    read: Callable[[Any], Value]
+
+    def check(self, name: str, value: object, error: type[Exception] = ArgumentError) -> Value:
+        """Read a value.
+
+        Args:
+            name: of the setting, for the message.
+            error: raised if the value is not as expected.
+        """
+        try:
+            if self.accepts(value):
+                return self.read(value)
+        except RuleError as refused:
+            raise error(f"{name} {refused}") from refused.__cause__
+        raise error(f"{name} must be {self.expected}; got {shown(value)}")
+
+
+def settings(given: object, error: type[Exception] = ArgumentError, /, **rules: Rule[Any]) -> None:
+    """Read fields of a frozen dataclass, each by its rule, and store them as Python's own types.
+
+    Args:
+        given: the dataclass, which has the values as they were given.
+        error: raised for the first that is not as expected; it names the class and the field.
+        rules: by field.
+    """
+    kind = type(given)
+    for name, rule in rules.items():
+        value = getattr(given, name)
+        if value is not getattr(kind, name, MISSING):  # defaults are right as they are
+            object.__setattr__(given, name, rule.check(f"{kind.__name__}: {name}", value, error))
+
+
+def where(expected: str, accepts: Callable[[Any], object]) -> Rule[Any]:
+    """The values of which something is true, as they are."""
+    return Rule(expected, accepts, lambda value: value)
+
+
+def optional(rule: Rule[Value]) -> Rule[Value | None]:
+    """What a rule accepts, or None."""
+    return Rule(
+        f"{rule.expected}, or None",
+        lambda value: value is None or rule.accepts(value),
+        lambda value: None if value is None else rule.read(value),
+    )
+
+
+def one_of(*names: str) -> Rule[str]:
+    """Some texts and no others."""
+    return where(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+def integers(low: int, high: int = MAX_INT, *, remedy: str = "") -> Rule[int]:
+    """Integers in `[low, high]`.
 
     Args:
         remedy: what else may be given, for the message.
     """
-    if is_integer(value) and low <= int(value) <= high:
-        return int(value)
-    upper = f" to {high}" if high < MAX_INT else " on"
-    raise ArgumentError(f"{name} must be an integer from {low}{upper}{remedy}; got {shown(value)}")
+    expected = f"an integer from {low}{f' to {high}' if high < MAX_INT else ' on'}{remedy}"
+    return Rule(expected, lambda value: is_integer(value) and low <= int(value) <= high, int)
+
+
+def numbers(expected: str, accepts: Callable[[float], bool]) -> Rule[float]:
+    """Numbers of a range.
+
+    Args:
+        expected: the range in words.
+        accepts: whether a number is in it. NaN is in none.
+    """
+    return Rule(expected, lambda value: accepts(_as_float(value)), float)
+
+
+def numbers_within(low: float, high: float) -> Rule[float]:
+    """Numbers in `[low, high]`."""
+    return numbers(f"a number from {low:g} to {high:g}", lambda number: low <= number <= high)
+
+
+def _as_float(value: object) -> float:
+    """A value as a float; NaN where it is no number, or one that no float can hold."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _is_boolean(value: object) -> bool:
+    import numpy as np  # not above: the help of the command line reads this file
+
+    return isinstance(value, bool | np.bool_)
+
+
+def _read_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RuleError(
+            f"is not a text: its character {error.start} is {value[error.start]!r}, a lone surrogate; decode bytes "
+            "with the right encoding, or with errors='replace'"
+        ) from None
+    return value
+
+
+BOOLEANS = Rule("True or False", _is_boolean, bool)
+"""True and False: no text, and no number."""
+
+TEXTS = Rule("a text", lambda value: isinstance(value, str), _read_text)
+"""Texts that can be written in UTF-8."""
+
+
+def boolean(name: str, value: object) -> bool:
+    """Check that an argument is True or False."""
+    return BOOLEANS.check(name, value)
+
+
+def integer(name: str, value: object, low: int, high: int = MAX_INT) -> int:
+    """Check that an argument is an integer in `[low, high]`."""
+    return integers(low, high).check(name, value)
 
 
 def count(name: str, value: object) -> int:
-    """A number of tokens, pages and the like: an integer from 0 on."""
+    """Check that an argument is a number of tokens, pages and the like: an integer from 0 on."""
     return value if type(value) is int and value >= 0 else integer(name, value, 0)
 
 
 def number(name: str, value: object) -> float:
-    """A number that is not NaN. Infinity is one."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            real = float(value)
-        except OverflowError:
-            real = math.nan
-        if real == real:
-            return real
-    raise ArgumentError(f"{name} must be a number; got {shown(value)}")
+    """Check that an argument is a number, and not NaN. Infinity is one."""
+    return numbers("a number", lambda number: number == number).check(name, value)
 
 
-def text(name: str, value: str) -> str:
-    """A text that can be written in UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"{name} is not a text: its character {error.start} is {value[error.start]!r}, a lone surrogate; decode "
-            "bytes with the right encoding, or with errors='replace'"
-        ) from None
-    return value
+def text(name: str, value: object) -> str:
+    """Check that an argument is a text that can be written in UTF-8."""
+    return TEXTS.check(name, value)
 
 
 def is_file(path: Path) -> bool:

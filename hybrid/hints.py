@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid import checks
+from hybrid.checks import BOOLEANS, Rule, integers, numbers, optional
 from hybrid.errors import ArgumentError
 
 MAX_SECONDS = 30 * 86400.0
@@ -28,6 +29,17 @@ MAX_SESSION_CHARACTERS = 256
 
 MAX_NOTED = 64
 """Names of actions that are logged as ignored."""
+
+SECONDS = f"seconds from 0 to {MAX_SECONDS:.0f}"
+
+RULES: dict[str, Rule[Any]] = {
+    "retain": optional(numbers(SECONDS, lambda seconds: 0 <= seconds <= MAX_SECONDS or seconds == math.inf)),
+    "retain_tokens": optional(integers(1)),
+    "release": BOOLEANS,
+    "expect_resume": optional(numbers(SECONDS, lambda seconds: 0 <= seconds <= MAX_SECONDS)),
+    "end_session": BOOLEANS,
+}
+"""What the fields of hints may be."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +68,7 @@ class Hints:
     end_session: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("retain", 0.0), ("expect_resume", 0.0)):
-            value = getattr(self, name)
-            if value is not None:
-                seconds = checks.number(f"Hints: {name}, in seconds,", value)
-                if not (low <= seconds <= MAX_SECONDS or (name == "retain" and seconds == math.inf)):
-                    raise ArgumentError(f"Hints: {name} must be seconds from 0 to {MAX_SECONDS:.0f}; got {value!r}")
-                object.__setattr__(self, name, seconds)
-        if self.retain_tokens is not None:
-            checks.integer("Hints: retain_tokens", self.retain_tokens, 1)
-        for name in ("release", "end_session"):
-            checks.boolean(f"Hints: {name}", getattr(self, name))
+        checks.settings(self, **RULES)
 
 
 NO_HINTS = Hints()

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from math import isqrt
 
-from hybrid.checks import MAX_INT, is_integer, shown
+from hybrid.checks import Rule, RuleError, Value, integers
 from hybrid.errors import ArgumentError
 
 UNITS: dict[str, int] = {
@@ -83,25 +83,24 @@ def parse_memory(text: str) -> int | float:
     )
 
 
-def byte_count(name: str, given: object, *, remedy: str = "") -> int:
-    """The value of a setting that is a number of bytes, or a text such as "16GiB".
+def amounts(expected: str, rule: Rule[Value]) -> Rule[Value]:
+    """Amounts of memory that a rule accepts, and texts of such.
 
     Args:
-        name: of the setting.
-        remedy: what else may be given, for the message.
-
-    Raises:
-        ArgumentError: it is neither.
+        expected: in words.
     """
-    try:
-        count = parse_memory(given) if isinstance(given, str) else given
-    except ArgumentError as error:
-        raise ArgumentError(f"{name} is {error}") from None
-    if not is_integer(count) or not 1 <= int(count) <= MAX_INT:
-        raise ArgumentError(
-            f"{name} must be a number of bytes, or a string such as '16GiB'{remedy}; got {shown(given)}"
-        )
-    return int(count)
+
+    def parsed(value: object) -> object:
+        try:
+            return parse_memory(value) if isinstance(value, str) else value
+        except ArgumentError as error:
+            raise RuleError(f"is {error}") from None
+
+    return Rule(expected, lambda value: rule.accepts(parsed(value)), lambda value: rule.read(parsed(value)))
+
+
+BYTES: Rule[int] = amounts("a number of bytes, or a string such as '16GiB'", integers(1))
+"""Numbers of bytes, and texts such as "16GiB"."""
 
 
 def format_bytes(count: int) -> str:

@@ -4,14 +4,14 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 
 from hybrid import checks
+from hybrid.checks import BOOLEANS, Rule, RuleError, integers, is_integer, numbers, one_of, optional
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policies import Eviction, policy_of
-from hybrid.units import byte_count, format_bytes, parse_memory
+from hybrid.units import BYTES, amounts, format_bytes
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "anchor", "geometric")
 """Places where checkpoints can be put."""
@@ -89,60 +89,29 @@ class CacheConfig:
     verify_contents: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "verify_contents", "directory_readable"):
-            self._set(name, checks.boolean(f"CacheConfig: {name}", getattr(self, name)))
-        if self.deterministic is not None:
-            self._set("deterministic", checks.boolean("CacheConfig: deterministic", self.deterministic))
-        for name in ("page_size", "chunk_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
-                raise ArgumentError(
-                    f"CacheConfig: {name} must be a power of two from 1 to 4096, got {checks.shown(value)}"
-                )
-        self._set("seed", checks.integer("CacheConfig: seed", self.seed, 0))
-        self._set("priority_cap", checks.integer("CacheConfig: priority_cap", self.priority_cap, 0, 100))
-        if self.state_share is not None and not 0 < checks.number("CacheConfig: state_share", self.state_share) < 1:
-            raise ArgumentError(
-                f"CacheConfig: state_share must be between 0 and 1, got {checks.shown(self.state_share)}"
-            )
-        self._check_names()
-        if self.memory is not None:
-            self._amount()
-        for name in ("host", "disk"):
-            if getattr(self, name) is not None:
-                self._set(name, byte_count(f"CacheConfig: {name}", getattr(self, name)))
-        self._check_directory()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_names(self) -> None:
-        if not isinstance(self.placement, str | Sequence):
-            raise ArgumentError(
-                f"CacheConfig: placement must be a tuple of {', '.join(PLACEMENTS)}; got {checks.shown(self.placement)}"
-            )
-        names = self.placement.split(",") if isinstance(self.placement, str) else self.placement
-        self._set("placement", tuple(names))
-        unknown = [name for name in self.placement if name not in PLACEMENTS]
-        if unknown:
-            raise ArgumentError(
-                f"CacheConfig: unknown placement {checks.shown(unknown[0])}; the placements are: "
-                f"{', '.join(PLACEMENTS)}"
-            )
+        checks.settings(
+            self,
+            enabled=BOOLEANS,
+            page_size=SIZES,
+            chunk_size=SIZES,
+            host=optional(BYTES),
+            disk=optional(BYTES),
+            directory=optional(PATHS),
+            directory_readable=BOOLEANS,
+            state_share=optional(numbers("between 0 and 1", lambda share: 0 < share < 1)),
+            placement=PLACES,
+            state_dtype=one_of(*checks.STATE_DTYPE_NAMES),
+            kv_dtype=one_of(*checks.KV_DTYPE_NAMES),
+            deterministic=optional(BOOLEANS),
+            seed=integers(0),
+            priority_cap=integers(0, 100),
+            verify_contents=BOOLEANS,
+        )
+        optional(AMOUNTS).check("CacheConfig: memory", self.memory)  # as it was given it is shown where it is too much
         try:
             policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
         except ArgumentError as error:
             raise ArgumentError(f"CacheConfig: {error}") from None
-        if not isinstance(self.state_dtype, str) or self.state_dtype not in checks.STATE_DTYPE_NAMES:
-            raise ArgumentError(
-                f"CacheConfig: state_dtype must be one of {', '.join(checks.STATE_DTYPE_NAMES)}, got "
-                f"{checks.shown(self.state_dtype)}"
-            )
-        if not isinstance(self.kv_dtype, str) or self.kv_dtype not in checks.KV_DTYPE_NAMES:
-            raise ArgumentError(
-                f"CacheConfig: kv_dtype must be one of {', '.join(checks.KV_DTYPE_NAMES)}, got "
-                f"{checks.shown(self.kv_dtype)}"
-            )
         if self.state_dtype != "float32":
             if self.deterministic:
                 raise ArgumentError(
@@ -152,6 +121,11 @@ class CacheConfig:
                 raise ArgumentError(
                     f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for all: state_share=None"
                 )
+        if (self.directory is None) != (self.disk is None):
+            raise ArgumentError(
+                "CacheConfig: disk and directory belong together, as in disk='100GiB', directory='~/.cache/hybrid'; "
+                f"got disk={checks.shown(self.disk)} and directory={checks.shown(self.directory)}"
+            )
 
     @property
     def grid(self) -> int:
@@ -169,7 +143,7 @@ class CacheConfig:
             ArgumentError: `memory` is not an amount.
             MemoryBudgetError: the budget exceeds `free`.
         """
-        amount = (GPU_MEMORY if on_gpu else CPU_MEMORY) if self.memory is None else self._amount()
+        amount = (GPU_MEMORY if on_gpu else CPU_MEMORY) if self.memory is None else AMOUNTS.read(self.memory)
         if isinstance(amount, float):
             amount = int(amount * free)
         if amount > free:
@@ -180,45 +154,49 @@ class CacheConfig:
             )
         return amount
 
-    def _check_directory(self) -> None:
-        if self.directory is not None:
-            if not isinstance(self.directory, str | Path) or not str(self.directory):
-                raise ArgumentError(
-                    "CacheConfig: directory must be a path, such as '~/.cache/hybrid'; got "
-                    f"{checks.shown(self.directory)}"
-                )
-            try:
-                self._set("directory", Path(self.directory).expanduser())
-                if b"\0" in os.fsencode(self.directory):
-                    raise ValueError("it has a zero byte")
-            except (RuntimeError, ValueError) as error:  # a RuntimeError: a user after ~ who is not known
-                raise ArgumentError(
-                    f"CacheConfig: directory={checks.shown(self.directory)} cannot be a path: {error!s:.200}"
-                ) from error
-        if (self.directory is None) != (self.disk is None):
-            raise ArgumentError(
-                "CacheConfig: disk and directory belong together, as in disk='100GiB', directory='~/.cache/hybrid'; "
-                f"got disk={checks.shown(self.disk)} and directory={checks.shown(self.directory)}"
-            )
 
-    def _amount(self) -> int | float:
-        """`memory` as a number of bytes, or as a fraction (a float up to 1)."""
-        amount = self.memory
-        if isinstance(amount, str):
-            try:
-                return parse_memory(amount)
-            except ArgumentError as error:
-                raise ArgumentError(f"CacheConfig: memory is {error}") from None
-        try:
-            exact = checks.number("memory", amount)
-        except ArgumentError:
-            exact = -1.0
-        if not 0 < exact < math.inf or (exact > 1 and exact != int(exact)):
-            raise ArgumentError(
-                "CacheConfig: memory must be a whole number of bytes, a string such as '512MiB' or '50%', or a "
-                f"fraction up to 1.0; got {checks.shown(amount)}"
-            )
-        return int(amount) if isinstance(amount, Integral) else exact if exact <= 1 else int(exact)
+def _is_size(value: object) -> bool:
+    return is_integer(value) and 1 <= (size := int(value)) <= 4096 and not size & (size - 1)
+
+
+SIZES: Rule[int] = Rule("a power of two from 1 to 4096", _is_size, int)
+"""Tokens of a page, and of a chunk."""
+
+
+AMOUNTS: Rule[int | float] = amounts(
+    "a whole number of bytes, a string such as '512MiB' or '50%', or a fraction up to 1.0",
+    Rule(
+        "",
+        numbers("", lambda amount: 0 < amount < math.inf and (amount <= 1 or amount == int(amount))).accepts,
+        lambda amount: int(amount) if is_integer(amount) or amount > 1 else float(amount),
+    ),
+)
+"""Amounts of memory: numbers of bytes, and fractions, which are floats up to 1."""
+
+
+def _read_path(value: str | Path) -> Path:
+    try:
+        path = Path(value).expanduser()
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a zero byte")
+    except (RuntimeError, ValueError) as error:  # a RuntimeError: a user after ~ who is not known
+        raise RuleError(f"cannot be a path: {error!s:.200}; got {checks.shown(value)}") from error
+    return path
+
+
+def _read_placement(value: str | Sequence[str]) -> tuple[str, ...]:
+    names = tuple(value.split(",") if isinstance(value, str) else value)
+    for name in names:
+        if name not in PLACEMENTS:
+            raise RuleError(f"has no {checks.shown(name)}; the placements are: {', '.join(PLACEMENTS)}")
+    return names
+
+
+PATHS = Rule(
+    "a path, such as '~/.cache/hybrid'", lambda value: isinstance(value, str | Path) and str(value), _read_path
+)
+
+PLACES = Rule(f"a tuple of {', '.join(PLACEMENTS)}", lambda value: isinstance(value, str | Sequence), _read_placement)
 
 
 def settings_of(memory: object, config: CacheConfig | None) -> CacheConfig:

@@ -26,7 +26,7 @@ from hybrid.doctor.sizes import Endless, Sizes
 from hybrid.doctor.text import Template
 from hybrid.doctor.traffic import Traffic
 from hybrid.errors import ArgumentError
-from hybrid.units import byte_count
+from hybrid.units import BYTES
 
 MORE_MEMORY = (2, 4)
 """Multiples of the memory that are tried as a cure."""
@@ -95,7 +95,7 @@ def replay(
     sizes = model if isinstance(model, Sizes) else Sizes.of(model)
     engines = [engine] if isinstance(engine, str) else [*engine]
     memories = [memory] if isinstance(memory, int | str) else [*memory]
-    sizes_of_memory = [byte_count("memory", given) for given in memories]
+    sizes_of_memory = [BYTES.check("memory", given) for given in memories]
     if engines[:1] == [BOUND]:
         raise ArgumentError("a bound cannot be explained: give an engine first, as --engine vllm --engine bound")
     pace = pace_of(traffic, concurrency, prefill_rate, decode_rate, users)

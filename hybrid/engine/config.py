@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybrid import checks
+from hybrid.checks import BOOLEANS, integers, numbers, optional, where
 from hybrid.errors import ArgumentError
-from hybrid.units import byte_count
-
-
-def _seconds(value: object) -> float:
-    seconds = checks.number("EngineConfig: encoding_seconds", value)
-    if seconds > 0:
-        return seconds
-    raise ArgumentError(f"EngineConfig: encoding_seconds must be a positive number, or None; got {value!r:.100}")
+from hybrid.units import BYTES
 
 
 @checks.known_names
@@ -41,21 +35,14 @@ class TenantConfig:
     memory_share: float | None = None
 
     def __post_init__(self) -> None:
-        weight = checks.number("TenantConfig: weight", self.weight)
-        if not 0 < weight < math.inf:
-            raise ArgumentError(f"TenantConfig: weight must be a positive number; got {checks.shown(self.weight)}")
-        object.__setattr__(self, "weight", weight)
-        for name in ("max_running", "max_requests"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checks.integer(f"TenantConfig: {name}", value, 1, remedy=", or None"))
-        if self.memory_share is not None:
-            share = checks.number("TenantConfig: memory_share", self.memory_share)
-            if not 0 < share <= 1:
-                raise ArgumentError(
-                    "TenantConfig: memory_share must be a part of the memory, as 0.25, or None; got "
-                    f"{checks.shown(self.memory_share)}"
-                )
-            object.__setattr__(self, "memory_share", share)
+        positive = optional(integers(1))
+        checks.settings(
+            self,
+            weight=numbers("a positive number", lambda weight: 0 < weight < math.inf),
+            max_running=positive,
+            max_requests=positive,
+            memory_share=optional(numbers("a part of the memory, as 0.25", lambda share: 0 < share <= 1)),
+        )
 
 
 @checks.known_names
@@ -105,47 +92,32 @@ class EngineConfig:
     audit: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("encoding_threads", 1)):
-            self._set(name, checks.integer(f"EngineConfig: {name}", getattr(self, name), low))
-        if self.max_waiting is not None:
-            value = checks.integer("EngineConfig: max_waiting", self.max_waiting, 1, remedy=", or None")
-            self._set("max_waiting", value)
-        for name in ("prompt_templates", "enforce_eager", "audit"):
-            self._set(name, checks.boolean(f"EngineConfig: {name}", getattr(self, name)))
-        if self.overlap is not None:
-            self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))
-        if not isinstance(self.tenants, Mapping) or not all(
-            isinstance(name, str) and isinstance(own, TenantConfig) for name, own in self.tenants.items()
-        ):
-            raise ArgumentError(
-                f"EngineConfig: tenants must be a dict of hybrid.TenantConfig by name; got {checks.shown(self.tenants)}"
-            )
-        if self.max_model_len is not None:
-            length = checks.integer("EngineConfig: max_model_len", self.max_model_len, 2, remedy=", or None")
-            self._set("max_model_len", length)
-        if self.adapter_memory is not None:
-            byte_count("EngineConfig: adapter_memory", self.adapter_memory, remedy=", or None")
-        if self.encoding_memory is not None:
-            byte_count("EngineConfig: encoding_memory", self.encoding_memory, remedy=", or None")
-        if self.encoding_seconds is not None:
-            self._set("encoding_seconds", _seconds(self.encoding_seconds))
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        checks.settings(
+            self,
+            max_num_seqs=integers(1),
+            max_num_batched_tokens=integers(1),
+            max_waiting=optional(integers(1)),
+            max_model_len=optional(integers(2)),
+            adapter_memory=optional(BYTES),
+            prompt_templates=BOOLEANS,
+            encoding_threads=integers(1),
+            encoding_memory=optional(BYTES),
+            encoding_seconds=optional(numbers("a positive number", lambda seconds: seconds > 0)),
+            enforce_eager=BOOLEANS,
+            overlap=optional(BOOLEANS),
+            tenants=where("a dict of hybrid.TenantConfig by name", _are_tenants),
+            audit=BOOLEANS,
+        )
 
     @property
     def adapter_bytes(self) -> int | None:
         """`adapter_memory` as a number of bytes; None: no limit."""
-        if self.adapter_memory is None:
-            return None
-        return byte_count("EngineConfig: adapter_memory", self.adapter_memory)
+        return optional(BYTES).read(self.adapter_memory)
 
     @property
     def encoding_bytes(self) -> int | None:
         """`encoding_memory` as a number of bytes; None: no limit."""
-        if self.encoding_memory is None:
-            return None
-        return byte_count("EngineConfig: encoding_memory", self.encoding_memory)
+        return optional(BYTES).read(self.encoding_memory)
 
     def weight_of(self, tenant: str) -> float:
         """The weight of a tenant."""
@@ -169,3 +141,9 @@ class EngineConfig:
                 f"EngineConfig: max_num_batched_tokens must hold one chunk and a token of each request: at least "
                 f"{needed} with max_num_seqs={self.max_num_seqs}, got {self.max_num_batched_tokens}"
             )
+
+
+def _are_tenants(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(own, TenantConfig) for name, own in value.items()
+    )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from hybrid import checks
-from hybrid.errors import ArgumentError, SamplingError
+from hybrid.checks import BOOLEANS, Rule, RuleError, integers, numbers, numbers_within, optional, where
+from hybrid.errors import SamplingError
 from hybrid.hints import MAX_SESSION_CHARACTERS, Hints, session_of
 from hybrid.key import MAX_NAMESPACE_CHARACTERS
 
@@ -48,9 +48,6 @@ MAX_STOP_CHARACTERS = 16384
 
 MAX_LISTED = 1024
 """The maximum number of entries of a list in the parameters."""
-
-FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""Keys of `SamplingParams.structured`."""
 
 MAX_PENALTY = 2.0
 """Presence and frequency penalties are between minus this and this."""
@@ -175,8 +172,7 @@ class SamplingParams:
     tool_choice: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, value in {**self._sampling(), **self._limits(), **self._logits()}.items():
-            object.__setattr__(self, name, value)
+        checks.settings(self, SamplingError, **RULES)
         if self.min_tokens > self.max_new_tokens:
             raise SamplingError(
                 f"SamplingParams: min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}; "
@@ -204,56 +200,6 @@ class SamplingParams:
         """Tell whether the answer is the call of a tool."""
         return self.tool_choice not in ("auto", "none")
 
-    def _sampling(self) -> dict[str, Any]:
-        """Return how a token is chosen, as checked values."""
-        return {
-            "temperature": _temperature(self.temperature),
-            "top_k": _integer("top_k", self.top_k, 0, MAX_INT, "; use 0 for all tokens"),
-            "top_p": _probability("top_p", self.top_p, excluding_zero=True),
-            "min_p": _probability("min_p", self.min_p),
-            "seed": _optional("seed", self.seed, 0, 2**63 - 1),
-            "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
-            "logprob_start_len": _integer("logprob_start_len", self.logprob_start_len, 0, MAX_INT),
-            "n": _integer("n", self.n, 1, MAX_ANSWERS),
-        }
-
-    def _limits(self) -> dict[str, Any]:
-        """Return where the answer ends, and what happens to the prompt, as checked values."""
-        return {
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 0, MAX_INT),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT),
-            "stop": _texts("stop", self.stop),
-            "stop_token_ids": _integers("stop_token_ids", self.stop_token_ids, 0, "token ids"),
-            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "detokenize": _boolean("detokenize", self.detokenize),
-            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
-            "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
-            "checkpoint_at": _integers("checkpoint_at", self.checkpoint_at, -MAX_INT, "positions in tokens"),
-            "session": _session(self.session),
-            "hints": _hints(self.hints),
-            "pin_for": None if self.pin_for is None else _seconds(self.pin_for),
-            "priority": _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
-            "tenant": _name("tenant", self.tenant, "a sender"),
-            "scheduling_priority": _integer("scheduling_priority", self.scheduling_priority, -MAX_INT, MAX_INT),
-        }
-
-    def _logits(self) -> dict[str, Any]:
-        """Return what is done to logits, as checked values."""
-        return {
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR),
-            "logit_bias": _bias(self.logit_bias),
-            "bad_words": _texts("bad_words", self.bad_words),
-            "logits_processors": _functions(self.logits_processors),
-            "adapter": _name("adapter", self.adapter, "an adapter"),
-            "structured": None if self.structured is None else _form(self.structured),
-            "parse_response": _boolean("parse_response", self.parse_response),
-            "tools": _tools(self.tools),
-            "tool_choice": _name("tool_choice", self.tool_choice, "a tool, 'auto', 'none', 'required'") or "auto",
-        }
-
 
 def tenant_of(params: SamplingParams | None, namespace: str) -> str:
     """Name who sends a request: the tenant of its parameters, or else its namespace."""
@@ -261,163 +207,80 @@ def tenant_of(params: SamplingParams | None, namespace: str) -> str:
     return own or namespace
 
 
-def _refuse(name: str, expected: str, value: object) -> SamplingError:
-    return SamplingError(f"SamplingParams: {name} must be {expected}; got {_short(value)}")
+def _lists(expected: str, entries: Rule[Any], of: str = "") -> Rule[tuple[Any, ...]]:
+    """Lists of up to `MAX_LISTED` entries, as tuples.
 
+    Args:
+        expected: in words.
+        entries: what each may be.
+        of: said of one that is not as expected.
+    """
 
-def _short(value: object) -> str:
-    """A value for a message; integers too long to be printed by their size."""
-    if isinstance(value, int) and not -(10**20) < value < 10**20:
-        return f"an integer of {value.bit_length()} bits"
-    try:
-        return checks.SHORT.repr(value)
-    except ValueError:  # an integer too long to be printed, inside of a list
-        return f"a {type(value).__name__}"
+    def read(values: Any) -> tuple[Any, ...]:
+        if len(values) > MAX_LISTED:
+            raise RuleError(f"must have at most {MAX_LISTED} entries; got {len(values)}")
+        given = values.tolist() if isinstance(values, np.ndarray) else values
+        return tuple([entries.check(of, value, RuleError) for value in given])
 
-
-def _integer(name: str, value: object, low: int, high: int, remedy: str = "") -> int:
-    """A value as an integer in `[low, high]`."""
-    if checks.is_integer(value) and low <= int(value) <= high:
-        return int(value)
-    raise _refuse(name, f"an integer from {low} to {high}{remedy}", value)
-
-
-def _optional(name: str, value: object, low: int, high: int) -> int | None:
-    """None, or a value as an integer in `[low, high]`."""
-    return None if value is None else _integer(name, value, low, high, ", or None")
-
-
-def _truncation(value: object) -> int | None:
-    expected = "a positive number of tokens, -1 for as many as the model takes, or None"
-    if value is None or (checks.is_integer(value) and int(value) == -1):
-        return None if value is None else -1
-    if checks.is_integer(value) and 1 <= int(value) <= MAX_INT:
-        return int(value)
-    raise _refuse("truncate_prompt_tokens", expected, value)
-
-
-def _real(value: object) -> float:
-    """A value as a float; NaN where it is not a number, or one that no float can hold."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
-
-
-def _number(name: str, value: object, low: float, high: float) -> float:
-    number = _real(value)
-    if low <= number <= high:
-        return number
-    raise _refuse(name, f"a number from {low:g} to {high:g}", value)
-
-
-def _temperature(value: object) -> float:
-    number = _real(value)
-    if 0 <= number <= MAX_TEMPERATURE:
-        return number
-    raise _refuse("temperature", f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}", value)
-
-
-def _probability(name: str, value: object, excluding_zero: bool = False) -> float:
-    number = _real(value)
-    if 0 <= number <= 1 and not (excluding_zero and number == 0):
-        return number
-    raise _refuse(name, f"a number in {'(' if excluding_zero else '['}0, 1]", value)
-
-
-def _seconds(value: object) -> float:
-    number = _real(value)
-    if 0 < number <= MAX_PIN_SECONDS or number == math.inf:
-        return number
-    raise _refuse(
-        "pin_for", f"a positive number of seconds up to {MAX_PIN_SECONDS:g}, math.inf for no end, or None", value
+    return Rule(
+        expected,
+        lambda values: isinstance(values, tuple | list) or (isinstance(values, np.ndarray) and values.ndim == 1),
+        read,
     )
 
 
-def _session(value: object) -> str | None:
-    if value is not None and session_of(value) is None:
-        raise _refuse("session", f"a name of up to {MAX_SESSION_CHARACTERS} characters, or None", value)
-    return session_of(value)
+def _read_texts(values: Any) -> tuple[str, ...]:
+    texts = (values,) if isinstance(values, str) else values
+    if len(texts) > MAX_STOP_TEXTS:
+        raise RuleError(
+            f"must have at most {MAX_STOP_TEXTS} texts; got {len(texts)}. Give their common beginning instead"
+        )
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RuleError(f"must be non-empty texts; got {checks.shown(text)}")
+    length = sum(map(len, texts))
+    if length > MAX_STOP_CHARACTERS:
+        raise RuleError(
+            f"must have at most {MAX_STOP_CHARACTERS} characters in all its texts; got {length}. Give the beginning of "
+            "a long text instead"
+        )
+    return tuple(texts)
 
 
-def _hints(value: object) -> Hints | None:
-    if value is None or isinstance(value, Hints):
-        return value
-    raise _refuse("hints", "hybrid.Hints(...) or None", value)
-
-
-def _boolean(name: str, value: object) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    raise _refuse(name, "True or False", value)
-
-
-def _entries(name: str, values: object, of: str) -> Iterable[object]:
-    if isinstance(values, np.ndarray) and values.ndim == 1:
-        values = values.tolist() if len(values) <= MAX_LISTED else [None] * len(values)
-    if not isinstance(values, tuple | list):
-        raise _refuse(name, f"a tuple or list of {of}", values)
-    if len(values) > MAX_LISTED:
-        raise SamplingError(f"SamplingParams: {name} must have at most {MAX_LISTED} entries; got {len(values)}")
-    return values
-
-
-def _integers(name: str, values: object, low: int, of: str) -> tuple[int, ...]:
-    """A tuple or list as a tuple of integers in `[low, MAX_INT]`."""
-    return tuple(_integer(f"{name} ({of})", value, low, MAX_INT) for value in _entries(name, values, of))
-
-
-def _bias(values: object) -> dict[int, float]:
+def _read_bias(values: Mapping[Any, Any]) -> dict[int, float]:
     """Numbers by token id. Ids may be texts, as in JSON."""
-    if not isinstance(values, Mapping):
-        raise _refuse("logit_bias", "a dict of numbers by token id", values)
     if len(values) > MAX_LISTED:
-        raise SamplingError(f"SamplingParams: logit_bias must have at most {MAX_LISTED} entries; got {len(values)}")
+        raise RuleError(f"must have at most {MAX_LISTED} entries; got {len(values)}")
     checked = {}
     for key, value in values.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11
-        token = _integer("logit_bias (token ids)", int(key) if is_text else key, 0, MAX_INT)
-        checked[token] = _number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
+        token = COUNTS.check("(token ids)", int(key) if is_text else key, RuleError)
+        checked[token] = BIASES.check(f"of token {token}", value, RuleError)
     return checked
 
 
-def _name(name: str, value: object, of: str) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAMESPACE_CHARACTERS:
-        raise _refuse(name, f"the name of {of}, of up to {MAX_NAMESPACE_CHARACTERS} characters, or None", value)
-    try:
-        return checks.text(f"SamplingParams: {name}", value)
-    except ArgumentError as error:
-        raise SamplingError(str(error)) from None
+def _names(of: str) -> Rule[str | None]:
+    """Names of up to `MAX_NAMESPACE_CHARACTERS` characters, and None."""
+    return optional(
+        Rule(
+            f"the name of {of}, of up to {MAX_NAMESPACE_CHARACTERS} characters",
+            lambda value: isinstance(value, str) and 0 < len(value) <= MAX_NAMESPACE_CHARACTERS,
+            checks.TEXTS.read,
+        )
+    )
 
 
-def _form(value: object) -> dict[str, Any]:
+def _is_form(value: object) -> bool:
+    return isinstance(value, type) or (isinstance(value, Mapping) and len(value) == 1 and {*value} <= {*FORMS})
+
+
+def _read_form(value: Any) -> dict[str, Any]:
     """The form of a structured answer: one entry of `FORMS`. Whether a schema is one is found where it is compiled."""
-    if isinstance(value, type):
-        value = {"json_schema": value}
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in FORMS:
-        raise _refuse("structured", f"a dict with exactly one of the keys {', '.join(FORMS)}", value)
-    ((kind, form),) = value.items()
-    if kind == "choice":
-        form = _texts("structured (choice)", form)
-        if not form or isinstance(value[kind], str):
-            raise _refuse("structured (choice)", "a list of one text or more", value[kind])
-    elif kind == "json_object":
-        if form is not True:
-            raise _refuse("structured (json_object)", "True", form)
-    elif kind == "json_schema":
-        form = _schema(form)
-    elif not isinstance(form, str) or not form:
-        raise _refuse(f"structured ({kind})", "a text that is not empty", form)
-    return {kind: form}
+    ((kind, form),) = value.items() if isinstance(value, Mapping) else [("json_schema", value)]
+    return {kind: FORMS[kind].check(f"({kind})", form, RuleError)}
 
 
-def _schema(value: object) -> dict[str, Any]:
-    """A JSON schema, from a dict, from JSON, or from a class of pydantic."""
-    expected = "a JSON schema: a dict, the text of one, or a class of pydantic"
+def _read_schema(value: Any) -> dict[str, Any]:
     pydantic: Any = sys.modules.get("pydantic")
     if isinstance(value, type) and pydantic is not None and issubclass(value, pydantic.BaseModel):
         model: Any = value
@@ -425,48 +288,89 @@ def _schema(value: object) -> dict[str, Any]:
     try:
         schema = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingError(
-            f"SamplingParams: structured (json_schema) must be {expected}; got {_short(value)}: {error!s:.200}"
-        ) from error
+        raise RuleError(f"must be {SCHEMA}; got {checks.shown(value)}: {error!s:.200}") from error
     if not isinstance(schema, dict) or checks.is_deeper(schema):
-        raise _refuse("structured (json_schema)", f"{expected}, nested up to {checks.MAX_JSON_DEPTH} deep", value)
+        raise RuleError(f"must be {SCHEMA}, nested up to {checks.MAX_JSON_DEPTH} deep; got {checks.shown(value)}")
     return schema
 
 
-def _tools(values: object) -> tuple[dict[str, Any], ...]:
-    """Descriptions of tools, with a name each."""
-    tools = [dict(value) if isinstance(value, Mapping) else {} for value in _entries("tools", values, "dicts")]
-    for tool in tools:
-        function = tool.get("function", tool)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refuse("tools", "dicts with a name, as {'type': 'function', 'function': {'name': ...}}", values)
-    return tuple(tools)
+def _has_name(tool: object) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _functions(values: object) -> tuple[LogitsProcessor, ...]:
-    for value in _entries("logits_processors", values, "functions"):
-        if not callable(value):
-            raise _refuse("logits_processors", "functions (answer, logits) -> logits", value)
-    return tuple(values)  # type: ignore[arg-type]
+COUNTS = integers(0, MAX_INT)
+BIASES = numbers_within(-MAX_BIAS, MAX_BIAS)
+LOGPROBS = optional(integers(0, MAX_LOGPROBS))
+PENALTIES = numbers_within(-MAX_PENALTY, MAX_PENALTY)
+TEXTS = Rule("a text, or a tuple or list of texts", lambda value: isinstance(value, str | tuple | list), _read_texts)
+SOURCES = where("a text that is not empty", lambda value: isinstance(value, str) and value)
+TOOLS = _names("a tool, 'auto', 'none', 'required'")
+SCHEMA = "a JSON schema: a dict, the text of one, or a class of pydantic"
 
+FORMS: dict[str, Rule[Any]] = {
+    "json_schema": Rule(SCHEMA, lambda value: True, _read_schema),
+    "json_object": where("True", lambda value: value is True),
+    "regex": SOURCES,
+    "grammar": SOURCES,
+    "choice": Rule("a list of one text or more", lambda value: isinstance(value, tuple | list) and value, _read_texts),
+}
+"""What the entry of `SamplingParams.structured` may be, by its key."""
 
-def _texts(name: str, values: object) -> tuple[str, ...]:
-    """One text, or a tuple or list of texts, as a tuple."""
-    texts = (values,) if isinstance(values, str) else values
-    if not isinstance(texts, tuple | list):
-        raise _refuse(name, "a text, or a tuple or list of texts", values)
-    if len(texts) > MAX_STOP_TEXTS:
-        raise SamplingError(
-            f"SamplingParams: {name} must have at most {MAX_STOP_TEXTS} texts; got {len(texts)}. Give their common "
-            "beginning instead"
+RULES: dict[str, Rule[Any]] = {
+    "temperature": numbers(
+        f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}", lambda number: 0 <= number <= MAX_TEMPERATURE
+    ),
+    "top_k": integers(0, MAX_INT, remedy="; use 0 for all tokens"),
+    "top_p": numbers("a number in (0, 1]", lambda number: 0 < number <= 1),
+    "min_p": numbers("a number in [0, 1]", lambda number: 0 <= number <= 1),
+    "seed": optional(integers(0)),
+    "logprobs": LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "logprob_start_len": COUNTS,
+    "n": integers(1, MAX_ANSWERS),
+    "max_new_tokens": COUNTS,
+    "min_tokens": COUNTS,
+    "stop": TEXTS,
+    "stop_token_ids": _lists("a tuple or list of token ids", COUNTS, "(token ids)"),
+    "ignore_eos": BOOLEANS,
+    "detokenize": BOOLEANS,
+    "skip_special_tokens": BOOLEANS,
+    "truncate_prompt_tokens": optional(
+        Rule(
+            "a positive number of tokens, -1 for as many as the model takes",
+            lambda value: checks.is_integer(value) and (int(value) == -1 or 1 <= int(value) <= MAX_INT),
+            int,
         )
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise _refuse(name, "non-empty texts", text)
-    length = sum(map(len, texts))
-    if length > MAX_STOP_CHARACTERS:
-        raise SamplingError(
-            f"SamplingParams: {name} must have at most {MAX_STOP_CHARACTERS} characters in all its texts; got "
-            f"{length}. Give the beginning of a long text instead"
+    ),
+    "checkpoint_at": _lists("a tuple or list of positions in tokens", integers(-MAX_INT, MAX_INT), "(positions)"),
+    "session": optional(where(f"a name of up to {MAX_SESSION_CHARACTERS} characters", session_of)),
+    "hints": optional(where("hybrid.Hints(...)", lambda value: isinstance(value, Hints))),
+    "pin_for": optional(
+        numbers(
+            f"a positive number of seconds up to {MAX_PIN_SECONDS:g}, math.inf for no end",
+            lambda seconds: 0 < seconds <= MAX_PIN_SECONDS or seconds == math.inf,
         )
-    return tuple(texts)
+    ),
+    "priority": integers(-MAX_PRIORITY, MAX_PRIORITY),
+    "tenant": _names("a sender"),
+    "scheduling_priority": integers(-MAX_INT, MAX_INT),
+    "presence_penalty": PENALTIES,
+    "frequency_penalty": PENALTIES,
+    "repetition_penalty": numbers_within(1 / MAX_FACTOR, MAX_FACTOR),
+    "logit_bias": Rule("a dict of numbers by token id", lambda value: isinstance(value, Mapping), _read_bias),
+    "bad_words": TEXTS,
+    "logits_processors": _lists(
+        "a tuple or list of functions", where("functions (answer, logits) -> logits", callable)
+    ),
+    "adapter": _names("an adapter"),
+    "structured": optional(Rule(f"a dict with exactly one of the keys {', '.join(FORMS)}", _is_form, _read_form)),
+    "parse_response": BOOLEANS,
+    "tools": _lists(
+        "a tuple or list of dicts",
+        Rule("with a name, as {'type': 'function', 'function': {'name': ...}}", _has_name, dict),
+        "(dicts)",
+    ),
+    "tool_choice": Rule(TOOLS.expected, TOOLS.accepts, lambda value: TOOLS.read(value) or "auto"),
+}
+"""What the fields of `SamplingParams` may be."""

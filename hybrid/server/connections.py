@@ -17,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from hybrid.units import byte_count
+from hybrid.units import BYTES
 
 MAX_AHEAD = 16
 """Requests that a connection may have sent before the first of them is answered."""
@@ -55,7 +55,7 @@ class ConnectionLimits:
     @property
     def head_bytes(self) -> int:
         """`head` as a number of bytes."""
-        return byte_count("--max-head", self.head)
+        return BYTES.check("--max-head", self.head)
 
 
 class Connections:

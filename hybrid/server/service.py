@@ -28,7 +28,7 @@ from hybrid.server.errors import HttpError, failure_of
 from hybrid.server.fields import Fields
 from hybrid.server.records import Digests, Records, RequestRecord
 from hybrid.server.tenants import Tenants
-from hybrid.units import byte_count
+from hybrid.units import BYTES
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ServerLimits:
     @property
     def body_bytes(self) -> int | None:
         """`body` as a number of bytes."""
-        return None if self.body is None else byte_count("--max-body", self.body)
+        return None if self.body is None else BYTES.check("--max-body", self.body)
 
 
 WITH_IMAGES = 64 * 2**20

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybrid import checks
+from hybrid.checks import BOOLEANS, Rule, RuleError, integers, numbers
 from hybrid.errors import ArgumentError
 from hybrid.speculation.drafter import Drafter
 
@@ -14,6 +15,9 @@ BY_NAME = ("cache", "mtp")
 
 MAX_DRAFTS = 63
 """The largest `max_drafts`."""
+
+PRIORS = numbers("from 0 to 1", lambda prior: 0 <= prior <= 1)
+"""`Drafter.prior`."""
 
 
 @checks.known_names
@@ -36,25 +40,7 @@ class SpeculationConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.drafters, str) or not isinstance(self.drafters, Iterable):
-            raise ArgumentError(
-                "SpeculationConfig: drafters must be a tuple of names and hybrid.Drafter objects, such as ('cache',); "
-                f"got {checks.shown(self.drafters)}"
-            )
-        object.__setattr__(self, "drafters", tuple(self.drafters))
-        for drafter in self.drafters:
-            if not isinstance(drafter, Drafter) and drafter not in BY_NAME:
-                raise ArgumentError(
-                    f"SpeculationConfig: each of drafters must be one of {', '.join(BY_NAME)}, or a hybrid.Drafter; "
-                    f"got {checks.shown(drafter)}"
-                )
-            if isinstance(drafter, Drafter):
-                _check_described(drafter)
-        if not self.drafters:
-            raise ArgumentError("SpeculationConfig: drafters is empty; give one, or speculation=None to the engine")
-        max_drafts = checks.integer("SpeculationConfig: max_drafts", self.max_drafts, 1, MAX_DRAFTS)
-        object.__setattr__(self, "max_drafts", max_drafts)
-        object.__setattr__(self, "adaptive", checks.boolean("SpeculationConfig: adaptive", self.adaptive))
+        checks.settings(self, drafters=DRAFTERS, max_drafts=integers(1, MAX_DRAFTS), adaptive=BOOLEANS)
 
     @property
     def uses_predictor(self) -> bool:
@@ -78,10 +64,28 @@ class SpeculationConfig:
         return cls(drafters=tuple(speculation.split("+")))
 
 
+def _read_drafters(value: Iterable[str | Drafter]) -> tuple[str | Drafter, ...]:
+    drafters = tuple(value)
+    if not drafters:
+        raise RuleError("is empty; give one, or speculation=None to the engine")
+    for drafter in drafters:
+        if isinstance(drafter, Drafter):
+            _check_described(drafter)
+        elif drafter not in BY_NAME:
+            names = ", ".join(BY_NAME)
+            raise RuleError(f"must each be one of {names}, or a hybrid.Drafter; got {checks.shown(drafter)}")
+    return drafters
+
+
+DRAFTERS = Rule(
+    "a tuple of names and hybrid.Drafter objects, such as ('cache',)",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str),
+    _read_drafters,
+)
+
+
 def _check_described(drafter: Drafter) -> None:
     """Check what a drafter says of itself."""
     kind = f"drafter {type(drafter).__name__}"
-    if not isinstance(drafter.name, str):
-        raise ArgumentError(f"{kind}: name must be a string; got {checks.shown(drafter.name)}")
-    if not 0 <= checks.number(f"{kind}: prior", drafter.prior) <= 1:
-        raise ArgumentError(f"{kind}: prior must be from 0 to 1; got {checks.shown(drafter.prior)}")
+    checks.text(f"{kind}: name", drafter.name)
+    PRIORS.check(f"{kind}: prior", drafter.prior)

@@ -14,7 +14,7 @@ from hybrid.units import format_bytes, parse_memory
 @pytest.mark.parametrize("name", ["page_size", "chunk_size"])
 @pytest.mark.parametrize("value", [0, -1, 3, 63, 8192, 64.0, "64", None])
 def test_sizes_are_powers_of_two(name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} must be a power of two from 1 to 4096, got {value!r}"):
+    with pytest.raises(ArgumentError, match=f"{name} must be a power of two from 1 to 4096; got {value!r}"):
         CacheConfig(**{name: value})
 
 

@@ -96,7 +96,7 @@ def test_log_probabilities_are_off_by_what_the_docs_state(kv_dtype: str, mean: f
 
 @pytest.mark.parametrize("value", ["fp4", "", None, 8, "float32", b"int8"])
 def test_another_type_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="kv_dtype must be one of auto, fp8, int8, got"):
+    with pytest.raises(ArgumentError, match="kv_dtype must be one of auto, fp8, int8; got"):
         CacheConfig(kv_dtype=value)
 
 
