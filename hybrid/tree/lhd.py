@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
 from math import log2
 
 import numpy as np
 
+from hybrid.tree.density import Array, density, density_of_hint
 from hybrid.tree.node import Kind
-from hybrid.tree.paths import DISCOUNT, ENDS, PathRhythm
+from hybrid.tree.paths import ENDS, PathRhythm
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints
 
 EXACT_HITS = 3
@@ -64,9 +64,6 @@ FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hi
 PATHS = 1 << 32
 """The groups from here on are classes of paths."""
 
-MAX_NOTED = 4096
-"""Records that come or go and may wait to be counted, four numbers of each."""
-
 BINS = 27
 """Half octaves of age + 1: the last begins at about 8000 requests."""
 
@@ -76,7 +73,8 @@ PRIOR = 2.0
 WINDOWS = (BINS, 3, 1, 0)
 """Bins on both sides of an age whose hits count as one observation, in turn."""
 
-Array = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+NOWHERE = -1
+"""The place of a record that is not watched."""
 
 
 def first_ages() -> list[int]:
@@ -94,15 +92,10 @@ EDGES = first_ages()
 BIN_OF = [place for place, (first, end) in enumerate(pairwise(EDGES)) for _ in range(first, end)] + [BINS - 1]
 LAST_AGE = len(BIN_OF) - 1
 
-_WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])[:, None]
-_FIRST_HAZARDS = 1 / (np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)]) + 10)
-_PRIOR, _DISCOUNT, _FADING = np.array(PRIOR), np.array(DISCOUNT), np.array(FADING)  # faster operands than numbers are
-_NONE, _ONE = np.array(0.0), np.array(1.0)
-
-_NEVER = np.array(-100.0)
-"""The logarithm of a chance that changes no sum; smaller ones are slow to compute."""
-
-_BIN_OF = np.array(BIN_OF)
+_BIN_OF, _EDGES = np.array(BIN_OF), np.array(EDGES[:BINS])
+_WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])
+_AGES = np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)])
+_FIRST_HAZARDS = 1 / (_AGES + 10)
 
 
 class CheckpointRecord:
@@ -113,10 +106,10 @@ class CheckpointRecord:
         last: request at which it was last put there or used.
         live: it is in the cache.
         group: the number of its class.
-        watched: its exposure counts.
+        place: among those that are watched, or `NOWHERE`.
     """
 
-    __slots__ = ("below", "group", "hits", "kind", "last", "live", "num_tokens", "turn", "watched")
+    __slots__ = ("below", "group", "hits", "kind", "last", "live", "num_tokens", "place", "turn")
 
     def __init__(self, facts: Facts) -> None:
         self.kind: Kind = facts.kind
@@ -126,8 +119,8 @@ class CheckpointRecord:
         self.below: bool = facts.has_below
         self.last: int = facts.now - facts.age
         self.live: bool = True
-        self.watched: bool = False
         self.group: int = ANY
+        self.place: int = NOWHERE
 
     def classify(self, context: int) -> Class:
         """Its class, where prompts have up to `context` tokens."""
@@ -157,9 +150,8 @@ class LearnedHitDensity(AgingPolicy):
         self._now = 0
         self._fitted_at = 0
         self._context = 1
-        self._num_watched = 0
         self._gone: deque[CheckpointRecord] = deque()
-        self._exposure = ExposureCounts(EDGES[:BINS])
+        self._exposure = Exposure()
         self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
         self._parents = [ANY, ANY]
         self._levels: list[list[int]] = [[] for _ in CLASS_SIZES]
@@ -173,7 +165,7 @@ class LearnedHitDensity(AgingPolicy):
     @property
     def num_watched(self) -> int:
         """Number of checkpoints, stored or not, whose use is being counted."""
-        return self._num_watched
+        return len(self._exposure)
 
     def weigh(self, facts: Facts) -> tuple[int, float]:
         """Return where the densities of its class begin in their table, and what they count for."""
@@ -197,7 +189,7 @@ class LearnedHitDensity(AgingPolicy):
         is_new = of not in self._groups
         row = self._group(of) * BINS
         if is_new:
-            self._expected[row] = expected_density(place)
+            self._expected[row] = np.array([density_of_hint(left) for left in _AGES[place] - _AGES])
             self._table[row : row + BINS] = self._expected[row]
         return row
 
@@ -263,7 +255,7 @@ class LearnedHitDensity(AgingPolicy):
         if facts.num_tokens > self._context and facts.kind is Kind.PROMPT_END:
             self._context = 1 << (facts.num_tokens - 1).bit_length()
         record.group = self._group(record.classify(self._context))
-        self._join(record)
+        self._exposure.join(record, self._now)
         return record
 
     def _count(self, facts: Facts) -> None:
@@ -288,33 +280,17 @@ class LearnedHitDensity(AgingPolicy):
             self._gone.append(record)
         while len(self._gone) > MAX_WATCHED:
             oldest = self._gone.popleft()
-            if not oldest.live:
-                self._leave(oldest)
-
-    # Exposure
-
-    def _join(self, record: CheckpointRecord) -> None:
-        """Count its exposure from now on."""
-        record.watched = True
-        self._num_watched += 1
-        self._exposure.join(record.group, record.last, self._now)
+            if not oldest.live and oldest.place != NOWHERE:
+                self._exposure.leave(oldest, self._now)
 
     def _regroup(self, record: CheckpointRecord, last: int) -> None:
         """Count its exposure by the class and the last use that it has from now on."""
         group = self._group(record.classify(self._context))
-        if not record.watched:
+        if record.place == NOWHERE:
             record.group, record.last = group, last
-            self._join(record)
+            self._exposure.join(record, self._now)
         elif group != record.group or last != record.last:
-            self._exposure.move(record.group, record.last, group, last, self._now)
-            record.group, record.last = group, last
-
-    def _leave(self, record: CheckpointRecord) -> None:
-        """Count its exposure until now, and not from now on."""
-        if record.watched:
-            record.watched = False
-            self._num_watched -= 1
-            self._exposure.leave(record.group, record.last, self._now)
+            self._exposure.move(record, group, last, self._now)
 
     # What is learned
 
@@ -342,157 +318,86 @@ class LearnedHitDensity(AgingPolicy):
             self._hierarchy = Hierarchy(self._parents, self._levels, num_roots=2)
         counts = self._counts
         hits, exposure = counts
-        exposure += self._exposure.exposure(len(self._groups), self._now)
-        np.maximum(exposure, _NONE, out=exposure)  # of a long pause only the end is counted
-        np.add.at(hits.reshape(-1), np.array(self._noted, np.int64), _ONE)
+        exposure += self._exposure.count(len(self._groups), self._now)
+        np.add.at(hits.reshape(-1), np.array(self._noted, np.int64), 1.0)
         self._noted = []
         self._fitted_at = self._now
         self._table = self._hierarchy.densities(counts).reshape(-1)
         self._table[SPARE * BINS : (SPARE + 1) * BINS] = 1.0
         for row, densities in self._expected.items():
             self._table[row : row + BINS] = densities
-        counts *= _FADING
+        counts *= FADING
 
 
-class ExposureCounts:
-    """Counts of records by group and by the request of their last use: how long they spent at which age.
+class Exposure:
+    """How long the watched records had which age, by group: counted for all at once, when that is asked for.
 
-    Records of one group that were last used at the same request age together. What all of them spend in each bin of
-    age between two requests follows from sums over the few requests whose records reach a bin meanwhile, and from how
-    many were in it before, so that nothing is done per record while it ages. A record that comes or goes is only noted;
-    many are counted at once. All numbers are whole and far below what a float counts exactly: sums have the same bits
-    in any order.
-
-    Args:
-        edges: the first age of each bin, from 0 on; the last bin has no end.
+    What a record spent in a group before it left it, or moved, is noted, and counted with what all have spent since the
+    last time.
     """
 
-    def __init__(self, edges: Sequence[int]) -> None:
-        num_bins = len(edges)
-        self._edges = np.array(edges)
-        self._bins = np.searchsorted(self._edges, np.arange(edges[-1] + 1), "right") - 1  # by age
-        self._reached = np.concatenate([[0], self._bins + 1])  # first ages that are smaller, by age
-        self._full = np.tril(np.ones((num_bins, num_bins)), -1) * np.diff(self._edges, append=0)  # what is spent below
-        self._span = edges[-1] + 1
-        self._first = -self._span  # the request of the first row but one
-        self._slack = max(64, self._span // 8)
-        self._counts = np.zeros((1 + self._span + 2 * self._slack, 8), np.float32)  # by request, and group; older: 0
-        self._since = 0
-        self._inside = np.zeros((num_bins, 8))  # those last used before `_since`, by the bin that they were in then
-        self._coming = np.zeros((num_bins + 1, 2, 8), np.float32)  # for `exposure`
-        self._weights = np.zeros((2, 0), np.float32)
-        self._noted = array("q")  # group, request of the last use, present request, and 1 or -1, of each
-        self._spent = np.zeros((8, num_bins))  # what records spent since `_since` before they came, less after
+    def __init__(self) -> None:
+        self._records: list[CheckpointRecord] = []
+        # Of each record, by its place: its group, the request of its last use, and the one up to which it is counted.
+        self._groups, self._last, self._since = array("q"), array("q"), array("q")
+        self._spent = array("q")  # group, first age, and the one after the last
 
-    def join(self, group: int, last: int, now: int) -> None:
-        """A record of a group, last used at request `last`, is counted from request `now` on."""
-        self._noted.fromlist([group, last, now, 1])
-        if len(self._noted) > 4 * MAX_NOTED:
-            self._settle()
+    def __len__(self) -> int:
+        return len(self._records)
 
-    def leave(self, group: int, last: int, now: int) -> None:
-        """A record that was counted is not counted from request `now` on."""
-        self._noted.fromlist([group, last, now, -1])
-        if len(self._noted) > 4 * MAX_NOTED:
-            self._settle()
+    def join(self, record: CheckpointRecord, now: int) -> None:
+        """Watch a record from request `now` on."""
+        record.place = len(self._records)
+        self._records.append(record)
+        self._groups.append(record.group)
+        self._last.append(record.last)
+        self._since.append(now)
 
-    def move(self, group: int, last: int, to_group: int, to_last: int, now: int) -> None:
-        """A record that was counted by one group and last use is counted by others from request `now` on."""
-        self._noted.fromlist([group, last, now, -1, to_group, to_last, now, 1])
-        if len(self._noted) > 4 * MAX_NOTED:
-            self._settle()
+    def move(self, record: CheckpointRecord, group: int, last: int, now: int) -> None:
+        """Give a watched record another group and last use, from request `now` on."""
+        self._note(record, now)
+        place = record.place
+        record.group = self._groups[place] = group
+        record.last = self._last[place] = last
 
-    def exposure(self, num_groups: int, until: int) -> Array:
-        """Requests since the last call, up to `until`, times records, by group and bin of age, `[num_groups, bins]`. Of
-        a long interval only the end counts.
+    def leave(self, record: CheckpointRecord, now: int) -> None:
+        """Watch a record no more, from request `now` on."""
+        self._note(record, now)
+        place, record.place = record.place, NOWHERE
+        final = self._records.pop()
+        for column in (self._groups, self._last, self._since):
+            value = column.pop()
+            if final is not record:
+                column[place] = value
+        if final is not record:
+            self._records[place], final.place = final, place
+
+    def _note(self, record: CheckpointRecord, now: int) -> None:
+        since = self._since[record.place]
+        if since < now:
+            self._spent.extend((record.group, since - record.last, now - record.last))
+            self._since[record.place] = now
+
+    def count(self, num_groups: int, now: int) -> Array:
+        """Return the requests, times records, since the last call, by group and bin of age, `[num_groups, bins]`.
 
         Args:
             num_groups: as many as there are.
         """
-        self._settle()
-        self._have(num_groups)
-        self._reach(until)
-        if until - self._since > self._slack:
-            self._since = until - self._slack
-            rows = self._since - self._first + 1 - self._edges
-            reached = np.stack([self._counts[:row].sum(axis=0, dtype=np.float64) for row in rows.tolist()])
-            self._inside = -np.diff(reached, axis=0, append=0)
-        length = until - self._since
-        if self._weights.shape[1] != length:
-            self._weights = np.stack([np.ones(length), np.arange(length, 0.0, -1.0)]).astype(np.float32)
-        # Those that reach the first age of a bin meanwhile: how many, and how many requests ago, added up.
-        coming, counts, weights, begin = self._coming, self._counts, self._weights, self._since - self._first + 1
-        for edge, into in zip(self._edges.tolist(), coming, strict=False):
-            if edge >= until:
-                break  # no record is as old
-            np.dot(weights, counts[begin - edge : begin - edge + length], into)
-        more = coming[:-1] - coming[1:]  # those that reach a bin, less those that leave it
-        spent = self._inside * length
-        spent += more[:, 1]
-        self._inside += more[:, 0]
-        exposure: Array = spent.T[:num_groups] - self._spent[:num_groups]
-        self._spent[:] = 0
-        self._since = until
-        return exposure
-
-    def _settle(self) -> None:
-        """Count what was noted."""
-        if not self._noted:
-            return
-        self._have(max(self._noted[::4]) + 1)
-        self._reach(max(self._noted[1::4]))
-        groups, last, now, number = np.frombuffer(self._noted, np.int64).reshape(-1, 4).T
-        self._noted = array("q")
-        (num_bins, width), number = self._inside.shape, number.astype(np.float64)
-        rows = last - (self._first - 1)
-        rows = np.maximum(rows, 0, out=rows)
-        rows *= width
-        rows += groups
-        np.add.at(self._counts.reshape(-1), rows, number.astype(np.float32))
-        before = self._since - last
-        places = self._reached.take(before, mode="clip")
-        places *= width
-        places += groups
-        counted = np.bincount(places, number, (num_bins + 1) * width)
-        self._inside += counted[width:].reshape(num_bins, width)
-        # Between two ages all of each bin in between is spent, and a part of the first and of the last.
-        ages = np.concatenate([now - last, before])
-        ages = np.maximum(ages, 0, out=ages)
-        bins = self._bins.take(ages, mode="clip")
-        ages -= self._edges.take(bins)
-        bins += np.concatenate([groups, groups]) * num_bins
-        number = np.concatenate([number, -number])
-        size = width * num_bins
-        passed = np.bincount(bins, number, size).reshape(width, num_bins)
-        number *= ages
-        self._spent += np.bincount(bins, number, size).reshape(width, num_bins)
-        self._spent += passed.dot(self._full)
-
-    def _have(self, num_groups: int) -> None:
-        width = len(self._spent)
-        if num_groups <= width:
-            return
-        while num_groups > width:
-            width *= 2
-        wider = np.zeros((len(self._counts), width), np.float32)
-        used = slice(max(0, -self._first), None)  # rows before request 0 are empty: memory that is not touched is free
-        wider[used, : self._counts.shape[1]] = self._counts[used]
-        self._counts = wider
-        self._inside = np.pad(self._inside, ((0, 0), (0, width - self._inside.shape[1])))
-        self._coming = np.pad(self._coming, ((0, 0), (0, 0), (0, width - self._coming.shape[2])))
-        self._spent = np.pad(self._spent, ((0, width - len(self._spent)), (0, 0)))
-
-    def _reach(self, last: int) -> None:
-        """Have a row for a request; what is then older than the rows has reached the last bin."""
-        counts = self._counts
-        if last - self._first + 1 < len(counts):
-            return
-        passed = last - self._span - self._slack - self._first
-        counts[0] = counts[: passed + 1].sum(axis=0, dtype=np.float64)
-        kept = counts[passed + 1 :].copy()
-        counts[1 : len(kept) + 1] = kept
-        counts[len(kept) + 1 :] = 0
-        self._first += passed
+        spent, last = np.array(self._spent).reshape(-1, 3).T, np.array(self._last)
+        groups = np.concatenate([self._groups, spent[0]])
+        ages = np.stack([np.concatenate([self._since - last, spent[1]]), np.concatenate([now - last, spent[2]])])
+        np.maximum(ages, 0, out=ages)
+        self._spent, self._since = array("q"), array("q", [now]) * len(self._records)
+        # All of the bins from the first age to the last is spent, less what is before the one and after the other.
+        bins = _BIN_OF.take(ages, mode="clip")
+        ages -= _EDGES.take(bins)
+        bins += groups * BINS
+        size = num_groups * BINS
+        entered = np.bincount(bins[0], minlength=size) - np.bincount(bins[1], minlength=size)
+        parts = np.bincount(bins[1], ages[1], size) - np.bincount(bins[0], ages[0], size)
+        counted: Array = np.cumsum(entered.reshape(-1, BINS), axis=1) * _WIDTHS + parts.reshape(-1, BINS)
+        return counted
 
 
 class Hierarchy:
@@ -530,24 +435,14 @@ class Hierarchy:
         for (rows, _), cells in zip(self._levels[:0:-1], self._cells[:0:-1], strict=True):
             np.add.at(counts.reshape(-1), cells, counts[:, rows].reshape(-1))
         hits, exposure = counts
-        observed = [window(hits, reach) + _PRIOR for reach in WINDOWS]
+        observed = [window(hits, reach) + PRIOR for reach in WINDOWS]
         hazards = np.empty_like(hits)
         hazards[: self._num_roots] = _FIRST_HAZARDS
         for rows, above in self._levels:
             hazards[rows] = refined(hazards[above], [found[rows] for found in observed], exposure[rows])
         found: Array = np.empty_like(hits)
-        found[self._order] = density(hazards)
+        found[self._order] = density(hazards, _WIDTHS)
         return found
-
-
-def expected_density(place: int) -> Floats:
-    """The densities, by bins of age, of what is used for sure after as many requests as a bin of age has; where it is
-    not, as long again passes until the rest of what is overdue is half as likely."""
-    ages = np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)])
-    left = ages[place] - ages
-    left = np.maximum(np.where(left > 0, left, -2 * left), 1.0)
-    found: Floats = DISCOUNT / np.expm1(DISCOUNT * left)
-    return found
 
 
 def refined(hazards: Array, observed: list[Array], exposure: Array) -> Array:
@@ -559,7 +454,7 @@ def refined(hazards: Array, observed: list[Array], exposure: Array) -> Array:
     """
     for reach, hits in zip(WINDOWS, observed, strict=True):
         expected = window(exposure * hazards, reach)
-        expected += _PRIOR
+        expected += PRIOR
         hazards = hazards * hits
         hazards /= expected
     return hazards
@@ -577,22 +472,3 @@ def window(values: Array, reach: int) -> Array:
     np.add.accumulate(sums, axis=1, out=sums)
     within: Array = sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
     return within
-
-
-def density(hazards: Array) -> Array:
-    """Discounted hits to come over discounted time until then, from each age bin on, `[classes, bins]`.
-
-    Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
-    """
-    by_bin = hazards.T.copy()
-    num_classes = by_bin.shape[1]
-    rates = by_bin + _DISCOUNT
-    stays = np.exp(np.maximum(-rates * _WIDTHS, _NEVER))
-    spent = (_ONE - stays) / rates
-    ahead = np.concatenate([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
-    bins, stays = [*ahead], [*np.concatenate([stays, stays], axis=1)]
-    more = np.empty_like(bins[0])
-    for (own, later), stay in zip(pairwise(bins[::-1]), stays[-2::-1], strict=True):
-        np.multiply(stay, own, more)
-        np.add(later, more, later)
-    return np.ascontiguousarray((ahead[:, :num_classes] / ahead[:, num_classes:]).T)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybrid.tree.density import DISCOUNT, density
 from hybrid.tree.node import Kind
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -18,9 +19,6 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 ENDS = Kind.TURN_END, Kind.PROMPT_END
 """Kinds of checkpoints that a conversation continues from."""
-
-DISCOUNT = 0.01
-"""Per request: what happens more than about a hundred requests from now counts little."""
 
 GAPS = np.array([10.0, 30.0, 90.0, 300.0])
 """Seconds between the last two requests of a path that divide its classes; where there is one only is a class."""
@@ -156,14 +154,7 @@ class PathRhythm:
         expected = (hits.sum(axis=0) + PRIOR) / (spent.sum(axis=0) + PRIOR / _FIRST_HAZARDS)
         hazards = (hits + PRIOR) / (spent + PRIOR / expected)
         rate = self._requests / self._seconds
-        hit, time = np.zeros(NUM_CLASSES), np.zeros(NUM_CLASSES)  # from the end of each bin on
-        for place in range(BINS - 1, -1, -1):
-            hazard = hazards[:, place]
-            going = hazard + DISCOUNT * rate
-            stays = np.exp(-np.minimum(going * _WIDTHS[place], 50.0))
-            within = (1 - stays) / going
-            hit, time = within * hazard + stays * hit, within + stays * time
-            self._densities[:, place] = hit / time / rate
+        self._densities = density(hazards, _WIDTHS, DISCOUNT * rate) / rate
         self.counts *= FADING
         self.is_known = True
 

@@ -1,9 +1,14 @@
 """From counts of hits and exposure to densities."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LAST_AGE, PRIOR, WINDOWS, Hierarchy, density
+from hybrid.tree.density import density, density_of_hint
+from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LAST_AGE, PRIOR, WINDOWS, Hierarchy
+
+WIDTHS = np.array([*(end - first for first, end in pairwise(EDGES[:BINS])), 100_000])
 
 
 def test_bins_of_age_are_half_octaves_without_a_gap() -> None:
@@ -17,15 +22,24 @@ def test_bins_of_age_are_half_octaves_without_a_gap() -> None:
 @pytest.mark.parametrize("hazard", [0.5, 0.01, 1e-4])
 def test_where_the_hazard_is_constant_it_is_the_density(hazard: float) -> None:
     """A hit comes after 1 / hazard requests on average, which is what it costs to wait for it."""
-    assert density(np.full((1, BINS), hazard))[0] == pytest.approx([hazard] * BINS)
+    assert density(np.full((1, BINS), hazard), WIDTHS)[0] == pytest.approx([hazard] * BINS)
 
 
 def test_what_comes_soon_counts_more_than_what_comes_late() -> None:
     hazards = [[0.1 if at < 6 else 1e-4 for at in range(BINS)], [1e-4 if at < 16 else 0.1 for at in range(BINS)]]
-    soon, late = density(np.array(hazards))
+    soon, late = density(np.array(hazards), WIDTHS)
     assert soon[0] > 5 * late[0]
     assert late[10] > late[0]  # the longer it has waited, the nearer it is
     assert soon[10] < soon[0]
+
+
+def test_a_hit_that_is_certain_is_one_whose_hazard_is_as_high_as_can_be_when_its_time_has_come() -> None:
+    """And a unit of time is whatever the discount is for."""
+    hazards = np.full((1, BINS), 1e-9)
+    hazards[0, 12:] = 50.0
+    assert density(hazards, WIDTHS)[0, 0] == pytest.approx(density_of_hint(EDGES[12]), rel=0.02)
+    assert density(hazards / 7, 7 * WIDTHS, 0.01 / 7)[0] * 7 == pytest.approx(density(hazards, WIDTHS)[0])
+    assert density_of_hint(-50) == density_of_hint(100) < density_of_hint(1) == density_of_hint(0)
 
 
 def by_hand(row: int, parents: list[int], counts: np.ndarray) -> list[float]:
@@ -56,6 +70,6 @@ def test_each_class_corrects_the_coarser_one_by_its_own_hits_and_those_of_finer_
     counts[:, :2] = 0
     before = counts.copy()
     found = Hierarchy(parents, levels, num_roots=2).densities(counts)
-    expected = density(np.array([by_hand(row, parents, counts) for row in range(len(parents))]))
+    expected = density(np.array([by_hand(row, parents, counts) for row in range(len(parents))]), WIDTHS)
     assert found == pytest.approx(expected)
     assert (counts == before).all()
