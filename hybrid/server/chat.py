@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
 
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.prompts.answer_parser import ToolCall
-from hybrid.prompts.cut_calls import name_and_arguments
 from hybrid.prompts.messages import OPTIONS
 from hybrid.prompts.thinking import SWITCHES
 from hybrid.serve.async_engine import OutputStream
@@ -21,6 +19,7 @@ from hybrid.server.call import Call
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import openai_messages
+from hybrid.server.parts import AnswerPart, AnswerParts, PartChange, PartEvent, PartKind
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, openai_params, structured_of
 from hybrid.server.service import Asked, Server, new_id
@@ -167,9 +166,7 @@ class ChatWriter:
         self._usage_at_end = usage_at_end
         self._usage_always = usage_always
         self._changes = Changes(params.n, tools.is_single)
-        self._called: set[int] = set()  # answers whose call of a tool has begun
-        self._num_calls: Counter[int] = Counter()  # by answer
-        self._texts: dict[int, str] = {}  # of answers that are read when they end
+        self._parts = [AnswerParts(tools) for _ in range(params.n)]
         head = {"id": self.id, "object": "chat.completion.chunk", "created": int(time.time()), "model": server.name}
         self._head = head
         self._start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
@@ -187,7 +184,9 @@ class ChatWriter:
         return b"".join(self._piece(change, usage) for change in self._changes.of(output))
 
     def _piece(self, change: AnswerChange, usage: dict[str, Any] | None) -> bytes:
-        delta = self._delta(change)
+        parts = self._parts[change.index]
+        changes = parts.add(change)
+        delta = _delta(chain(changes, parts.end()) if change.finish_reason is not None else changes, parts)
         logprobs = self._logprobs(change)
         reason = self._reason(change)
         if not delta and logprobs is None and reason is None and usage is None:
@@ -206,29 +205,6 @@ class ChatWriter:
             end += b',"usage":' + orjson.dumps(usage)
         return self._start + b"%d" % index + middle + end + b"}\n\n"
 
-    def _delta(self, change: AnswerChange) -> dict[str, Any]:
-        """What of an answer is new, as a part of its message."""
-        if self._tools.forced is None:
-            delta: dict[str, Any] = {"content": change.text} if change.text else {}
-            if change.reasoning:
-                delta["reasoning_content"] = change.reasoning
-            if change.calls:
-                begun = self._num_calls[change.index]
-                self._num_calls[change.index] += len(change.calls)
-                delta["tool_calls"] = [{"index": begun + at} | call_of(call) for at, call in enumerate(change.calls)]
-            return delta
-        only = self._tools.only
-        if only is None:
-            text = self._texts[change.index] = self._texts.get(change.index, "") + change.text
-            call = called(text, None) if change.finish_reason is not None else None
-            return {"tool_calls": [{"index": 0, **call}]} if call is not None else {}
-        if change.index not in self._called:
-            self._called.add(change.index)
-            call = {"id": new_id("call_"), "type": "function"}
-            function = {"name": only["function"]["name"], "arguments": change.text}
-            return {"tool_calls": [{"index": 0, **call, "function": function}]}
-        return {"tool_calls": [{"index": 0, "function": {"arguments": change.text}}]} if change.text else {}
-
     def _logprobs(self, change: AnswerChange) -> dict[str, Any] | None:
         top = self._params.logprobs
         if top is None or change.logprobs is None:
@@ -236,7 +212,7 @@ class ChatWriter:
         return {"content": chat_logprobs(change, top), "refusal": None}
 
     def _reason(self, change: AnswerChange) -> str | None:
-        calls = self._tools.forced is not None or change.calls or self._num_calls[change.index]
+        calls = self._tools.forced is not None or self._parts[change.index].calls
         return "tool_calls" if calls and change.finish_reason == "stop" else change.finish_reason
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -257,39 +233,42 @@ class ChatWriter:
         return self._head | {"object": "chat.completion", "choices": choices, "usage": usage_of(outputs)}
 
     def _choice(self, change: AnswerChange) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": change.text, "refusal": None}
-        if change.reasoning:
-            message["reasoning_content"] = change.reasoning
-        if change.calls:
-            message |= {"content": change.text or None, "tool_calls": [call_of(call) for call in change.calls]}
-        if self._tools.forced is not None:
-            only = self._tools.only
-            call = called(change.text, only["function"]["name"] if only is not None else None)
-            message |= {"content": None, "tool_calls": [call] if call is not None else []}
+        parts = self._parts[change.index]
+        parts.whole(change)
+        text, calls = parts.text_of(PartKind.TEXT), parts.calls
+        is_call = calls or self._tools.forced is not None
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if is_call else ""), "refusal": None}
+        if reasoning := parts.text_of(PartKind.REASONING):
+            message["reasoning_content"] = reasoning
+        if is_call:
+            message["tool_calls"] = [_call(part) for part in calls]
         reason = self._reason(change)
         return {"index": change.index, "message": message, "logprobs": self._logprobs(change), "finish_reason": reason}
 
 
-def call_of(call: ToolCall) -> dict[str, Any]:
-    """A call of a tool, in OpenAI's form."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.json_arguments}}
+def _delta(changes: Iterable[PartChange], parts: AnswerParts) -> dict[str, Any]:
+    """What is new of an answer, as a part of its message."""
+    delta: dict[str, Any] = {}
+    for event, part, text in changes:
+        if part.kind is not PartKind.CALL:
+            if event is PartEvent.EXTENDED:
+                name = "content" if part.kind is PartKind.TEXT else "reasoning_content"
+                delta[name] = delta.get(name, "") + text
+            continue
+        number = len(parts.calls) - 1
+        calls = delta.setdefault("tool_calls", []) if event is not PartEvent.CLOSED else []
+        if event is PartEvent.OPENED:
+            calls.append({"index": number} | _call(part))
+        elif event is PartEvent.EXTENDED and calls and calls[-1]["index"] == number:
+            calls[-1]["function"]["arguments"] += text
+        elif event is PartEvent.EXTENDED:
+            calls.append({"index": number, "function": {"arguments": text}})
+    return delta
 
 
-def called(text: str, name: str | None) -> dict[str, Any] | None:
-    """A call of a tool that had to be made. Its arguments are cut where the answer ended before they were whole.
-
-    Args:
-        text: its arguments; or its name and its arguments, where no name is given.
-
-    Returns:
-        The call; None: the answer ended before it had a name.
-    """
-    arguments = text
-    if name is None:
-        if (found := name_and_arguments(text)) is None:
-            return None
-        name, arguments = found
-    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(part: AnswerPart) -> dict[str, Any]:
+    """A call of a tool as far as it was written."""
+    return {"id": new_id("call_"), "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
 
 def openai_error(failure: HttpError) -> dict[str, Any]:

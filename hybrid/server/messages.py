@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -11,12 +11,12 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.cut_calls import whole_part
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import AnswerChange, Changes, whole
+from hybrid.server.answers import Changes, whole
 from hybrid.server.anthropic_messages import AnthropicPrompt, read_prompt
 from hybrid.server.call import Call
-from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
+from hybrid.server.parts import AnswerPart, AnswerParts, PartChange, PartEvent, PartKind
 from hybrid.server.records import Digests
 from hybrid.server.sampling import changed, hint_options
 from hybrid.server.service import Asked, Server, new_id
@@ -24,15 +24,12 @@ from hybrid.server.thinking import set_thinking
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
-TEXT: dict[str, Any] = {"type": "text", "text": ""}
-THINKING: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
-
 DELTAS = {
-    "text": ("text_delta", "text"),
-    "thinking": ("thinking_delta", "thinking"),
-    "tool_use": ("input_json_delta", "partial_json"),
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
 }
-"""The kind of a delta, and its field, by the kind of its block."""
+"""The kind of a delta, and its field, by the kind of its part."""
 
 
 async def messages(server: Server, call: Call) -> None:
@@ -126,10 +123,7 @@ class MessageWriter:
         self._shows_thinking = prompt.shows_thinking
         self._changes = Changes(params.n, prompt.tools.is_single)
         self._diagnostics: dict[str, Any] | None = None
-        self._open: str | None = None  # kind of the block that is written
-        self._num_blocks = 0
-        self._num_calls = 0
-        self._text = ""  # of a call that is read when it ends
+        self._parts = AnswerParts(prompt.tools)
         self._digests = prompt.digests(params.adapter)
         self.parts: Digests | None = self._digests
 
@@ -163,57 +157,28 @@ class MessageWriter:
 
     def piece(self, at: int, output: RequestOutput) -> bytes:
         """What is new."""
-        return b"".join(self._piece(change) for change in self._changes.of(output))
+        return b"".join(self._events(self._parts.add(change)) for change in self._changes.of(output))
 
-    def _piece(self, change: AnswerChange) -> bytes:
-        if self._tools.forced is not None:
-            only = self._tools.only
-            if only is None:
-                self._text += change.text
-                return b""
-            block = {"type": "tool_use", "id": "", "name": only["function"]["name"], "input": {}}
-            return self._write(block, change.text)
-        thought = change.reasoning if self._shows_thinking else ""
-        events = self._write(THINKING, thought) if change.reasoning else b""
-        if change.text:
-            events += self._write(TEXT, change.text)
-        for call in change.calls:
-            events += self._close() + self._write(_tool_use(call.name, call.arguments), call.json_arguments)
-        self._num_calls += len(change.calls)
+    def _events(self, changes: Iterable[PartChange]) -> bytes:
+        events = b""
+        for event, part, text in changes:
+            if event is PartEvent.OPENED:
+                begun = self._block(part) | ({"input": {}} if part.kind is PartKind.CALL else {})
+                events += _event("content_block_start", index=part.index, content_block=begun)
+            elif event is PartEvent.CLOSED:
+                events += _event("content_block_stop", index=part.index)
+            elif part.kind is not PartKind.REASONING or self._shows_thinking:
+                kind, field = DELTAS[part.kind]
+                events += _event("content_block_delta", index=part.index, delta={"type": kind, field: text})
         return events
-
-    def _write(self, block: dict[str, Any], text: str) -> bytes:
-        """Write a text into a block of a kind, which is begun if another one is open."""
-        events, kind = b"", block["type"]
-        if self._open != kind:
-            events = self._close()
-            self._open = kind
-            begun = block | ({"id": new_id("toolu_"), "input": {}} if kind == "tool_use" else {})
-            events += _event("content_block_start", index=self._num_blocks, content_block=begun)
-        if text:
-            name, field = DELTAS[kind]
-            events += _event("content_block_delta", index=self._num_blocks, delta={"type": name, field: text})
-        return events
-
-    def _close(self) -> bytes:
-        if self._open is None:
-            return b""
-        self._open, index = None, self._num_blocks
-        self._num_blocks += 1
-        return _event("content_block_stop", index=index)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The end of the content, why it ended, and the usage as it was."""
-        output, events = outputs[0], b""
-        if self._text and (call := called(self._text, None)) is not None:
-            events = self._write(_made(call), call["function"]["arguments"])
-        elif self._open is None and not self._num_blocks and self._tools.forced is None and output.token_ids:
-            events = self._write(TEXT, "")
-        events += self._close()
-        stop, sequence = self._stop(output, self._num_calls)
-        usage = _usage_of(output)
+        output = outputs[0]
+        events = self._events(self._parts.end(len(output.token_ids)))
+        stop, sequence = self._stop(output)
         delta = {"stop_reason": stop, "stop_sequence": sequence}
-        return events + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        return events + _event("message_delta", delta=delta, usage=_usage_of(output)) + _event("message_stop")
 
     def failed(self, failure: HttpError) -> bytes:
         """The error."""
@@ -225,37 +190,27 @@ class MessageWriter:
         """The message."""
         output = outputs[0]
         (change,) = whole(output, self._tools.is_single)
-        thought = change.reasoning if self._shows_thinking else ""
-        content: list[Any] = [THINKING | {"thinking": thought}] if change.reasoning else []
-        if self._tools.forced is not None:
-            only = self._tools.only
-            call = called(change.text, only["function"]["name"] if only is not None else None)
-            content += [_made(call)] if call is not None else []
-        else:
-            is_empty = not content and not change.calls and change.token_ids
-            content += [TEXT | {"text": change.text}] if change.text or is_empty else []
-            content += [_tool_use(call.name, call.arguments) for call in change.calls]
-        return self._message(content, _usage_of(output), *self._stop(output, len(change.calls)))
+        self._parts.whole(change)
+        content = [self._block(part) for part in self._parts.parts]
+        return self._message(content, _usage_of(output), *self._stop(output))
 
-    def _stop(self, output: RequestOutput, num_calls: int) -> tuple[str, str | None]:
+    def _stop(self, output: RequestOutput) -> tuple[str, str | None]:
         """Return why it ended, and the stop text that ended it."""
         reason = output.finish_reason or ""
-        if reason == "stop" and (num_calls or self._tools.forced is not None):
+        if reason == "stop" and (self._parts.calls or self._tools.forced is not None):
             return "tool_use", None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
         return STOPS.get(reason, reason), None
 
-
-def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A block; of arguments that max_tokens has cut it has what is whole."""
-    return {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": arguments}
-
-
-def _made(call: dict[str, Any]) -> dict[str, Any]:
-    """The block of a call that had to be made."""
-    function = call["function"]
-    return _tool_use(function["name"], whole_part(function["arguments"]))
+    def _block(self, part: AnswerPart) -> dict[str, Any]:
+        """A part as a block. Of arguments that max_tokens has cut it has what is whole."""
+        if part.kind is PartKind.CALL:
+            arguments = whole_part(part.text) if part.arguments is None else part.arguments
+            return {"type": "tool_use", "id": new_id("toolu_"), "name": part.name, "input": arguments}
+        if part.kind is PartKind.REASONING:
+            return {"type": "thinking", "thinking": part.text if self._shows_thinking else "", "signature": ""}
+        return {"type": "text", "text": part.text}
 
 
 def _usage_of(output: RequestOutput) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -13,20 +13,24 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.encode import Message
 from hybrid.serve.async_engine import OutputStream
-from hybrid.server.answers import AnswerChange, Changes, whole
+from hybrid.server.answers import Changes, whole
 from hybrid.server.call import Call
-from hybrid.server.chat import called
 from hybrid.server.errors import HttpError
 from hybrid.server.fields import Fields
 from hybrid.server.openai_messages import ROLES, image_of
+from hybrid.server.parts import AnswerPart, AnswerParts, PartChange, PartEvent, PartKind
 from hybrid.server.records import Digests, RequestRecord
 from hybrid.server.sampling import changed, openai_params, schema_of
 from hybrid.server.service import Asked, Server, new_id
 from hybrid.server.thinking import set_thinking
 from hybrid.server.tools import Tools, openai_tools
 
-TEXTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-"""Names of the events of an item's text, by its kind."""
+TEXTS = {
+    PartKind.TEXT: "output_text",
+    PartKind.REASONING: "reasoning_text",
+    PartKind.CALL: "function_call_arguments",
+}
+"""Names of the events of an item's text, by the kind of its part."""
 
 
 async def responses(server: Server, call: Call) -> None:
@@ -224,9 +228,8 @@ class ResponseWriter:
         self._tools = tools
         self._changes = Changes(1, tools.is_single)
         self._number = 0
-        self._items: list[dict[str, Any]] = []
-        self._item: dict[str, Any] | None = None  # that is written
-        self._text = ""
+        self._items: list[dict[str, Any]] = []  # of the parts that were opened
+        self._parts = AnswerParts(tools)
         choice = tools.choice if tools.choice != "named" else {"type": "function", "name": tools.name}
         self._head = {
             "id": self.id,
@@ -287,73 +290,46 @@ class ResponseWriter:
 
     def piece(self, at: int, output: RequestOutput) -> bytes:
         """What is new."""
-        return b"".join(self._piece(change) for change in self._changes.of(output))
+        return b"".join(self._events(self._parts.add(change)) for change in self._changes.of(output))
 
-    def _piece(self, change: AnswerChange) -> bytes:
-        if self._tools.forced is not None:
-            only = self._tools.only
-            if only is None:
-                self._text += change.text
-                return b""
-            return self._write("function_call", change.text, only["function"]["name"])
-        events = self._write("reasoning", change.reasoning) if change.reasoning else b""
-        if change.text:
-            events += self._write("message", change.text)
-        for call in change.calls:
-            events += self._close("completed")
-            events += self._write("function_call", call.json_arguments, call.name)
-        return events
+    def _events(self, changes: Iterable[PartChange], status: str = "completed") -> bytes:
+        """The events of parts.
 
-    def _write(self, kind: str, text: str, name: str = "") -> bytes:
-        """Write a text into an item of a kind, which is begun if another one is open."""
+        Args:
+            status: of those that are closed.
+        """
         events = b""
-        if self._item is None or self._item["type"] != kind:
-            events = self._close("completed")
-            self._item, self._text = _item(kind, None, "in_progress", name), ""
-            events += self._event("response.output_item.added", output_index=len(self._items), item=self._item)
-            if kind == "message":
-                events += self._item_event("response.content_part.added", content_index=0, part=_part(""))
-        self._text += text
-        if not text:
-            return events
-        more = {"delta": text} if kind == "function_call" else {"delta": text, "content_index": 0}
-        return events + self._item_event(
-            f"response.{TEXTS[kind]}.delta", **more, **({"logprobs": []} if kind == "message" else {})
-        )
-
-    def _close(self, status: str) -> bytes:
-        if self._item is None:
-            return b""
-        kind, text = self._item["type"], self._text
-        ids = {name: self._item[name] for name in ("id", "call_id") if name in self._item}
-        self._item = _item(kind, text, status, self._item.get("name", "")) | ids
-        if kind == "function_call":
-            events = self._item_event("response.function_call_arguments.done", arguments=text, name=self._item["name"])
-        else:
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events = self._item_event(f"response.{TEXTS[kind]}.done", content_index=0, text=text, **more)
-        if kind == "message":
-            events += self._item_event("response.content_part.done", content_index=0, part=_part(text))
-        events += self._event("response.output_item.done", output_index=len(self._items), item=self._item)
-        self._items.append(self._item)
-        self._item = None
+        for event, part, text in changes:
+            is_text = part.kind is PartKind.TEXT
+            if event is PartEvent.OPENED:
+                self._items.append(_item(part, "in_progress"))
+                events += self._event("response.output_item.added", output_index=part.index, item=self._items[-1])
+                if is_text:
+                    events += self._item_event("response.content_part.added", content_index=0, part=_part(""))
+                continue
+            of_text: dict[str, Any] = {} if part.kind is PartKind.CALL else {"content_index": 0}
+            of_text |= {"logprobs": []} if is_text else {}
+            if event is PartEvent.EXTENDED:
+                events += self._item_event(f"response.{TEXTS[part.kind]}.delta", delta=text, **of_text)
+                continue
+            of_text["arguments" if part.kind is PartKind.CALL else "text"] = part.text
+            of_text |= {"name": part.name} if part.kind is PartKind.CALL else {}
+            events += self._item_event(f"response.{TEXTS[part.kind]}.done", **of_text)
+            if is_text:
+                events += self._item_event("response.content_part.done", content_index=0, part=_part(part.text))
+            self._items[-1] = _item(part, status, self._items[-1])
+            events += self._event("response.output_item.done", output_index=part.index, item=self._items[-1])
         return events
 
     def _item_event(self, kind: str, **more: Any) -> bytes:
-        assert self._item is not None
-        return self._event(kind, item_id=self._item["id"], output_index=len(self._items), **more)
+        """An event of the last item."""
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The end of the output, and the response."""
         output = outputs[0]
         status = "incomplete" if output.finish_reason == "length" else "completed"
-        events = b""
-        if self._tools.forced is not None and self._tools.only is None:
-            if (call := called(self._text, None)) is not None:
-                events = self._write("function_call", call["function"]["arguments"], call["function"]["name"])
-        elif self._item is None and not self._items and output.token_ids:
-            events = self._write("message", "")
-        events += self._close(status)
+        events = self._events(self._parts.end(len(output.token_ids)), status)
         return events + self._event(f"response.{status}", response=self._response(status, self._items, output))
 
     def failed(self, failure: HttpError) -> bytes:
@@ -367,17 +343,9 @@ class ResponseWriter:
         output = outputs[0]
         (change,) = whole(output, self._tools.is_single)
         status = "incomplete" if output.finish_reason == "length" else "completed"
-        parts = [("reasoning", change.reasoning, "")] if change.reasoning else []
-        if self._tools.forced is not None:
-            only = self._tools.only
-            call = called(change.text, only["function"]["name"] if only is not None else None)
-            parts += [("function_call", call["function"]["arguments"], call["function"]["name"])] if call else []
-        else:
-            is_empty = not parts and not change.calls and change.token_ids
-            parts += [("message", change.text, "")] if change.text or is_empty else []
-            parts += [("function_call", made.json_arguments, made.name) for made in change.calls]
-        ends = ["completed"] * (len(parts) - 1) + [status]
-        items = [_item(kind, text, end, name) for (kind, text, name), end in zip(parts, ends, strict=bool(parts))]
+        self._parts.whole(change)
+        parts = self._parts.parts
+        items = [_item(part, status if part is parts[-1] else "completed") for part in parts]
         return self._response(status, items, output)
 
 
@@ -385,16 +353,24 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _item(kind: str, text: str | None, status: str, name: str = "") -> dict[str, Any]:
-    """An item of the output; None: it has no text yet."""
-    if kind == "function_call":
-        ids = {"id": new_id("fc_"), "call_id": new_id("call_")}
-        return ids | {"type": kind, "name": name, "arguments": text or "", "status": status}
-    if kind == "reasoning":
-        content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-        return {"id": new_id("rs_"), "type": kind, "summary": [], "content": content, "status": status}
-    content = [] if text is None else [_part(text)]
-    return {"id": new_id("msg_"), "type": kind, "role": "assistant", "status": status, "content": content}
+def _item(part: AnswerPart, status: str, begun: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """An item of the output.
+
+    Args:
+        status: of the item; "in_progress": it has no text yet.
+        begun: the item as it was begun, whose ids it keeps; None: it has new ones.
+    """
+    is_begun, begun = status == "in_progress", begun or {}
+    if part.kind is PartKind.CALL:
+        ids = {"id": begun.get("id") or new_id("fc_"), "call_id": begun.get("call_id") or new_id("call_")}
+        return ids | {"type": "function_call", "name": part.name, "arguments": part.text, "status": status}
+    if part.kind is PartKind.REASONING:
+        content = [] if is_begun else [{"type": "reasoning_text", "text": part.text}]
+        own = {"id": begun.get("id") or new_id("rs_"), "type": "reasoning", "content": content}
+        return own | {"summary": [], "status": status}
+    content = [] if is_begun else [_part(part.text)]
+    ids = {"id": begun.get("id") or new_id("msg_")}
+    return ids | {"type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
