@@ -36,7 +36,6 @@ from hybrid.cache.audit import audit
 from hybrid.cache.breakpoints import Breakpoints
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig, settings_of
-from hybrid.cache.dropper import Dropper
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
@@ -53,7 +52,7 @@ from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.hints import NO_HINTS, Hints, check_hints
 from hybrid.interrupts import deferred
-from hybrid.key import Key, check_key
+from hybrid.key import TOKEN_BYTES, Key, check_key, names_of
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -62,7 +61,7 @@ from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
 from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint
-from hybrid.tiers.tier import clear_inconsistent
+from hybrid.tiers.tier import CHECKPOINT, PAGE, clear_inconsistent
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
@@ -230,7 +229,6 @@ class HybridCache:
         self._hints = SessionHints(self.tree, self.pins)
         self._committer = Committer(self.tree, memory, self.allocator)
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
-        self._dropper = Dropper(self.tree, memory, self.allocator, self.pins, self.tiers)
         self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
         self.restores: Restores | None = None
         self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
@@ -683,30 +681,20 @@ class HybridCache:
 
     # What went bad
 
-    def is_damaged(self, key: Key, num_tokens: int) -> bool:
-        """Tell whether something that is cached of the first `num_tokens` tokens of a key holds NaN or infinity. Reads
-        all of it."""
-        with self.bookkeeping():
-            return self._dropper.find_damaged(key, num_tokens) is not None
-
-    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
-        """Drop what holds NaN or infinity of the first `num_tokens` tokens of a key, after a pass that resumed there
-        gave such: from the first such page on all that continues from it, or the checkpoint; here and in all tiers.
-        Reads all of it.
-
-        Returns:
-            Whether there was something. What a running request holds of it stays until that gives it back.
-        """
-        with self.bookkeeping():
-            is_damaged = self._dropper.drop_damaged(key, num_tokens)
-            self._stats.dropped_hits += is_damaged
-            return is_damaged
-
     def drop(self, key: Key, num_tokens: int) -> None:
         """Drop the first `num_tokens` tokens of a key, and whatever continues from one of them, here and in all tiers:
-        a pass that resumed there gave NaN or infinity, and one that computed all of it did not."""
+        a pass that resumed from them gave NaN or infinity. Pins of them end. What a running request holds stays until
+        that gives it back."""
         with self.bookkeeping():
-            self._dropper.drop(key, num_tokens)
+            nodes = self.tree.nodes_beyond(key, num_tokens, 0)
+            self.pins.remove_on({*nodes})
+            with self.tiers.discarding_evicted() if self.tiers is not None else nullcontext():
+                self.allocator.evict(partial(self.tree.evict_nodes, nodes, 0))
+            if self.tiers is not None:
+                names = names_of(
+                    key.ids[: num_tokens * TOKEN_BYTES], key.namespace, self.config.page_size * TOKEN_BYTES
+                )
+                self.tiers.drop((kind, name) for name in names for kind in (PAGE, CHECKPOINT))
             self._stats.dropped_hits += 1
 
     # Pins

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from hybrid.cache.allocator import Allocator
@@ -12,7 +12,7 @@ from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key, check_key
 from hybrid.lazy_heap import LazyHeap
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import StateLock
+from hybrid.tree.node import Node, StateLock
 from hybrid.tree.tree import Tree
 
 MAX_PINNED = 0.5
@@ -132,6 +132,11 @@ class Pins:
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)
+
+    def remove_on(self, nodes: Set[Node]) -> None:
+        """End the pins that protect these nodes."""
+        for pin in [pin for pin, lock in self._locks.items() if lock.node in nodes]:
+            self.remove(pin)
 
     def renew(self, pin: Pin, expires: float) -> None:
         """Have a pin end at a time of `time.monotonic`, unless it ends later or has ended."""

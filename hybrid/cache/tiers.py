@@ -79,13 +79,21 @@ class Tiers:
     @contextmanager
     def discarding(self) -> Iterator[None]:
         """Copy nothing of what is evicted meanwhile, and forget all copies."""
+        try:
+            with self.discarding_evicted():
+                yield
+        finally:
+            for tier in self.places:
+                tier.clear()
+
+    @contextmanager
+    def discarding_evicted(self) -> Iterator[None]:
+        """Copy nothing of what is evicted meanwhile."""
         self.offloader.discard(True)
         try:
             yield
         finally:
             self.offloader.discard(False)
-            for tier in self.places:
-                tier.clear()
 
     def drop(self, names: Iterable[Name]) -> None:
         """Forget copies that are of no use to any request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hybrid.cache.explain import Explanation, not_started
 from hybrid.cache.lease import Lease
@@ -24,24 +24,6 @@ from hybrid.prompts.images import Media
 from hybrid.prompts.vocabulary import Vocabulary
 from hybrid.speculation.drafter import History
 from hybrid.tiers.tier import Reading
-
-
-@dataclass(slots=True)
-class ColdStart:
-    """The second start of a request, without what is cached: a pass that had resumed from it gave NaN or infinity.
-
-    Attributes:
-        key, num_tokens: what it had resumed from.
-        end: where that pass ended.
-        is_damaged: something of it was NaN or infinite, and was dropped.
-        is_proven: a pass has come so far again, and gave neither. What is computed is shared from then on.
-    """
-
-    key: Key
-    num_tokens: int
-    end: int
-    is_damaged: bool
-    is_proven: bool = False
 
 
 class Request:
@@ -78,7 +60,8 @@ class Request:
         leader: (request, position): this one waits until that one has committed that many tokens.
         ahead: what it will need from disk is being read while it waits; None: nothing is.
         was_retracted: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
-        cold: its second start without what is cached; None: there was none.
+        is_cold: it has started again without the cache, of which it takes and to which it gives nothing from then on: a
+            pass that had read from the cache gave NaN or infinity.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
         history: its tokens as drafters see them.
@@ -139,7 +122,7 @@ class Request:
         self.leader: tuple[Request, int] | None = None
         self.ahead: Reading | None = None
         self.was_retracted: bool = False
-        self.cold: ColdStart | None = None
+        self.is_cold: bool = False
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None

@@ -15,6 +15,7 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import Counter
@@ -27,13 +28,15 @@ from hybrid.cache.explain import LEFT_OUT, Explanation
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.request import ColdStart, Request
+from hybrid.engine.request import Request
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import REFUSALS, MemoryBudgetError
 from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class Leaders:
@@ -63,7 +66,7 @@ class Leaders:
         key: Key | None = None
         usable, grid = 0, self._grid
         for leader in running:
-            if leader.num_confirmed >= leader.prefill_end or leader.namespace != request.namespace:
+            if leader.is_cold or leader.num_confirmed >= leader.prefill_end or leader.namespace != request.namespace:
                 continue
             if leader.ids[:grid] != request.ids[:grid]:
                 continue  # most have nothing in common: no key is made for them
@@ -307,12 +310,10 @@ class Scheduler:
         In deterministic mode only those of prompts. What a later pass has computed is not known to be finite yet."""
         request, lease, config = part.request, part.lease, self.cache.config
         end = min(computed, len(request.ids))
-        if request.cold is not None and not self._is_proven(request.cold, part.end):
-            return
         computed = min(end, request.prefill_end) if self.deterministic else end
         whole = computed // self._grid * self._grid
         written = lease.captured and any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
-        if whole > lease.num_shared * config.page_size or written:
+        if not request.is_cold and (whole > lease.num_shared * config.page_size or written):
             self.cache.commit(lease, request.key(), whole)
             if lease.num_written <= request.prompt_len:
                 request.num_written = lease.num_written
@@ -323,30 +324,24 @@ class Scheduler:
             self.discard(request)
 
     def start_cold(self, part: Part) -> bool:
-        """A pass gave NaN or infinity: if its request had resumed from what is cached, or what it shares is damaged,
-        drop what of that is damaged, and have the request start again without it, once. It keeps the tokens that it has
-        given. False: it cannot."""
+        """A pass gave NaN or infinity: if its request reads what is cached, drop that, and have the request start again
+        without the cache, once. It keeps the tokens that it has given. Returns whether it starts again."""
         request, lease = part.request, part.lease
-        key, num_tokens = lease.key, lease.num_hit_tokens or len(lease.key)
-        if request.cold is not None or not (lease.num_hit_tokens or self.cache.is_damaged(key, num_tokens)):
+        num_tokens = max(lease.num_hit_tokens, lease.num_shared * self.cache.config.page_size)
+        if request.is_cold or not num_tokens:
             return False
         if request.lease is not None:
             self.discard(request)
             if not request.is_replay:
                 self._wait_again(request)
-        request.cold = ColdStart(key, num_tokens, part.end, self.cache.drop_damaged(key, num_tokens))
+        request.is_cold = True
+        self.cache.drop(lease.key, num_tokens)
+        log.warning(
+            "%s read %d cached tokens and got NaN or infinity: they are dropped, and it is computed without them",
+            request.request_id,
+            num_tokens,
+        )
         return True
-
-    def _is_proven(self, cold: ColdStart, end: int) -> bool:
-        """Tell whether what a request computes without what is cached may be shared: it got beyond where it had failed,
-        and what it had resumed from is gone. Otherwise it would be given the cache's pages for its own."""
-        if not cold.is_proven and end >= cold.end:
-            if cold.is_damaged:  # some of it may have been in use
-                cold.is_proven = not self.cache.drop_damaged(cold.key, cold.num_tokens)
-            else:
-                self.cache.drop(cold.key, cold.num_tokens)
-                cold.is_proven = True
-        return cold.is_proven
 
     def finish(self, request: Request) -> None:
         """A request has its answer: what it computed goes to the tree, or is replayed first. It may have been retracted
@@ -354,7 +349,7 @@ class Scheduler:
         lease, config = request.lease, self.cache.config
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
-            if not self.deterministic and (request.cold is None or request.cold.is_proven):
+            if not self.deterministic and not request.is_cold:
                 kept = min(request.kept_len, request.num_confirmed)
                 if keeps_turns:
                     self.cache.donate_states(lease, kept)
@@ -597,7 +592,7 @@ class Scheduler:
                 return
             if only is not None and request not in only:
                 continue
-            if request.cold is None and self._leaders.hold(request, self.cacheable(request), self.running):
+            if not request.is_cold and self._leaders.hold(request, self.cacheable(request), self.running):
                 continue
             try:
                 if not self._start_at_any_cost(request):
@@ -660,7 +655,7 @@ class Scheduler:
             request.explanation = _limited(request.lease.explanation, request.hit_limit, self._grid)
             if not request.is_replay:
                 self.cache.record(request.explanation)
-        elif request.cold is not None:
+        elif request.is_cold:
             request.explanation = replace(request.lease.explanation, reason=LEFT_OUT)
 
     def _prompt_end(self, request: Request) -> int:
@@ -669,7 +664,7 @@ class Scheduler:
 
     def cacheable(self, request: Request) -> int:
         """The number of its tokens that may be cached: one is left to compute."""
-        return min(self._prompt_end(request) - 1, request.hit_limit) if request.cold is None else 0
+        return min(self._prompt_end(request) - 1, request.hit_limit) if not request.is_cold else 0
 
     def _is_prefilling(self, request: Request) -> bool:
         """Tell whether a request that runs has tokens of its prompt to compute now."""
@@ -678,7 +673,7 @@ class Scheduler:
     def fork(self, request: Request, fork: Request) -> None:
         """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of
         its state, or if there is no memory for that, as a request that was retracted."""
-        fork.is_fork, fork.explanation, fork.cold = False, request.explanation, request.cold
+        fork.is_fork, fork.explanation, fork.is_cold = False, request.explanation, request.is_cold
         lease = None
         if request.lease is not None and len(self.running) < self.config.max_num_seqs:
             lease = self.cache.fork(request.lease)

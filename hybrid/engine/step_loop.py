@@ -353,16 +353,9 @@ class StepLoop(ABC):
 
     def _start_cold(self, part: Part) -> bool:
         """See `Scheduler.start_cold`. What was launched ahead of its request is of no use then."""
-        request = part.request
         if not self._scheduler.start_cold(part):
             return False
-        log.warning(
-            "%s read %d cached tokens and got NaN or infinity: %s, and it is computed without them",
-            request.request_id,
-            request.cold.num_tokens if request.cold is not None else 0,
-            "they are dropped" if request.cold is not None and request.cold.is_damaged else "they look sound",
-        )
-        self.forget(request)
+        self.forget(part.request)
         return True
 
     def _hold(self, part: Part) -> bool:

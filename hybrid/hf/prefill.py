@@ -86,29 +86,6 @@ class ComputedPrefix(NamedTuple):
     explanation: Explanation
 
 
-class Hits:
-    """Hits from which a pass gave NaN or infinity. What holds such is dropped at once.
-
-    Args:
-        prefiller: of the cache.
-        hits: key, and the number of tokens that were cached of it.
-
-    Attributes:
-        num_tokens: of all of them.
-    """
-
-    def __init__(self, prefiller: Prefiller, hits: Sequence[tuple[Key, int]]) -> None:
-        self.num_tokens: int = sum(num_tokens for _, num_tokens in hits)
-        self._prefiller = prefiller
-        damaged = [prefiller.drop_damaged(key, num_tokens) for key, num_tokens in hits]
-        self._sound = [] if any(damaged) else hits
-
-    def drop(self) -> None:
-        """Computing without them gave neither: where all of it looks sound, all of it is dropped."""
-        for key, num_tokens in self._sound:
-            self._prefiller.drop(key, num_tokens)
-
-
 class Prefiller:
     """Computes prompts, between transformers' caches and the memory of a `PrefixCache`.
 
@@ -163,7 +140,7 @@ class Prefiller:
     @torch.no_grad()
     def prefill(self, work: Prefill) -> ComputedPrefix:
         """Compute a sequence in passes, and commit those up to its limit. Where a pass after a hit gives NaN or
-        infinity, it is computed once more, without the hit, which is dropped if it was the reason.
+        infinity, it is computed once more, without the hit, which is dropped.
 
         If no memory can be allocated for a pass, that one and those after it are computed but not committed.
 
@@ -175,18 +152,13 @@ class Prefiller:
             try:
                 done = self._prefill(work)
             except NonFiniteError:
-                hits = self._hit_of(work)
-                if not hits.num_tokens:
+                if not self._num_resumed:
                     raise
+                self.drop([(work.key, self._num_resumed)])
                 done = self._prefill(replace(work, is_cold=True))
-                hits.drop()
             if not work.is_replay and not work.is_cold:
                 self._cache.record(done.explanation)
             return done
-
-    def _hit_of(self, work: Prefill) -> Hits:
-        """The hit of the latest prefill, which has failed."""
-        return Hits(self, [(work.key, self._num_resumed)] if self._num_resumed else [])
 
     @torch.no_grad()
     def _prefill(self, work: Prefill) -> ComputedPrefix:
@@ -199,17 +171,12 @@ class Prefiller:
             self._forward(work, position, past, start)
         return ComputedPrefix(past.layers, position, explanation)
 
-    def drop_damaged(self, key: Key, num_tokens: int) -> bool:
-        """See `HybridCache.drop_damaged`."""
+    def drop(self, hits: Sequence[tuple[Key, int]]) -> None:
+        """Drop hits from which a pass gave NaN or infinity: each a key, and how many of its tokens were cached."""
         with self._lock:
             self._cache.adopt()
-            return self._cache.drop_damaged(key, num_tokens)
-
-    def drop(self, key: Key, num_tokens: int) -> None:
-        """See `HybridCache.drop`."""
-        with self._lock:
-            self._cache.adopt()
-            self._cache.drop(key, num_tokens)
+            for key, num_tokens in hits:
+                self._cache.drop(key, num_tokens)
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
@@ -288,7 +255,8 @@ class Prefiller:
                 try:
                     self._prefill(work)
                 except NonFiniteError:
-                    self._hit_of(work)
+                    if self._num_resumed:
+                        self.drop([(work.key, self._num_resumed)])
                     raise
 
     def keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:

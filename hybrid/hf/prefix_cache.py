@@ -42,7 +42,7 @@ from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, device_named, ids_of, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel, layout_of_model, probe
 from hybrid.hf.past import Past, PastOrigin, following
-from hybrid.hf.prefill import Hits, PastFactory, Prefiller
+from hybrid.hf.prefill import PastFactory, Prefiller
 from hybrid.hf.second_run import SecondRun
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, Key, check_namespace
 from hybrid.memory.device import free_memory
@@ -240,12 +240,10 @@ class PrefixCache:
             try:
                 return self._answer(call, past, speculation, start)
             except NonFiniteError:
-                doubted = Hits(self._prefiller, hits)
+                self._prefiller.drop(hits)
             again.begin()
             past = self._past_factory.make(call.prompts, keys, call.max_new_tokens, is_cold=True)
-            output = self._answer(call, past, speculation, start)
-            doubted.drop()
-            return output
+            return self._answer(call, past, speculation, start)
 
     def _answer(self, call: GenerateCall, past: Past, speculation: SpeculationConfig | None, start: float) -> Any:
         """Run a call from a past on."""
@@ -354,7 +352,7 @@ class PrefixCache:
                     for at, row in enumerate(member.known_rows() or ()):
                         self._keep_turn(row, min(len(row), member.origins[at].num_committed), member, [at])
             except NonFiniteError:
-                Hits(self._prefiller, _hits(past.origins, prompts, past.keys))
+                self._prefiller.drop(_hits(past.origins, prompts, past.keys))
                 raise
             finally:
                 past.end_session()

@@ -140,8 +140,9 @@ def test_a_hit_that_gives_nan_is_computed_cold_once(
     assert found.usage.cached_tokens == 0 and "is left out" in str(found.explain)
     assert "read 96 cached tokens and got NaN or infinity" in caplog.text
     assert engine.cache.stats().dropped_hits == 1
-    again = answer(engine, PROMPT, PARAMS)
-    assert same(again, expected) and again.usage.cached_tokens == 6 * GRID, "and its own are shared"
+    for cached_tokens in (0, 6 * GRID):  # what it computed without the cache is not shared
+        again = answer(engine, PROMPT, PARAMS)
+        assert same(again, expected) and again.usage.cached_tokens == cached_tokens
     assert_nothing_held(engine)
 
 
@@ -165,39 +166,6 @@ def test_an_infinite_key_without_weight_is_not_seen_on_the_device_and_does_not_l
     assert engine.cache.stats().damaged_copies >= 1
 
 
-@pytest.mark.parametrize("spoil", [spoil_page, spoil_state])
-def test_a_hit_that_gives_nan_and_looks_sound_goes_once_a_cold_run_has_not(
-    tiny: Engine, spoil: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numbers may be finite and so large that a pass is not."""
-    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
-    answer(engine, PROMPT, PARAMS)
-    spoil(engine)
-    monkeypatch.setattr(engine.cache.memory, "are_finite", lambda pages, checkpoint: True)
-    assert same(answer(engine, PROMPT, PARAMS), expected)
-    assert engine.cache.stats().dropped_hits == 1
-    for cached_tokens in (0, 6 * GRID):  # there was a checkpoint when it could have been captured
-        again = answer(engine, PROMPT, PARAMS)
-        assert same(again, expected) and again.usage.cached_tokens == cached_tokens
-    assert_nothing_held(engine)
-
-
-def test_a_hit_that_gives_nan_and_cannot_be_read_is_computed_cold(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
-    answer(engine, PROMPT, PARAMS)
-    spoil_page(engine)
-
-    def failing(page: int) -> torch.Tensor:
-        raise OSError("planted")
-
-    monkeypatch.setattr(engine.cache.memory.mover, "read_page", failing)
-    assert same(answer(engine, PROMPT, PARAMS), expected)
-    assert engine.cache.stats().dropped_hits == 1
-    assert_nothing_held(engine)
-
-
 def test_copies_of_what_went_bad_in_memory_are_dropped_too(tiny: Engine) -> None:
     engine, expected = small(tiny), cold(tiny, PROMPT, PARAMS)
     answer(engine, PROMPT, PARAMS)
@@ -208,16 +176,6 @@ def test_copies_of_what_went_bad_in_memory_are_dropped_too(tiny: Engine) -> None
     spoil_page(engine, 0)
     assert same(answer(engine, PROMPT, PARAMS), expected)
     assert engine.cache.tiers.host.num_pages == 0
-
-
-def test_what_others_share_before_the_bad_page_stays(tiny: Engine) -> None:
-    engine = small(tiny)
-    other = PROMPT[: 3 * GRID] + ids(3 * GRID + 4, seed=9)
-    answer(engine, PROMPT, PARAMS)
-    answer(engine, other, PARAMS)
-    spoil_page(engine, 4)
-    assert answer(engine, PROMPT, PARAMS).error is None
-    assert answer(engine, other, PARAMS).usage.cached_tokens == 6 * GRID
 
 
 def test_a_pin_of_what_went_bad_ends(tiny: Engine) -> None:
@@ -262,7 +220,7 @@ def test_several_answers_to_a_prompt_that_went_bad(tiny: Engine, deterministic: 
     assert_nothing_held(engine)
 
 
-def test_a_model_that_computes_nan_is_an_error_and_costs_nobody_a_hit(tiny: Engine) -> None:
+def test_a_model_that_computes_nan_is_an_error_and_the_prefix_is_computed_again(tiny: Engine) -> None:
     engine = engine_on(tiny, deterministic=True)
     answer(engine, PROMPT, PARAMS)
     weight = next(parameter for name, parameter in engine.model.named_parameters() if name.endswith("norm.weight"))
@@ -273,8 +231,8 @@ def test_a_model_that_computes_nan_is_an_error_and_costs_nobody_a_hit(tiny: Engi
     assert failed.finish_reason == "error" and "NaN or infinity" in str(failed.error)
     with torch.no_grad():
         weight.copy_(kept)
-    assert engine.cache.stats().dropped_hits == 0
-    assert answer(engine, PROMPT, PARAMS).usage.cached_tokens == 6 * GRID
+    assert engine.cache.stats().dropped_hits == 1
+    assert [answer(engine, PROMPT, PARAMS).usage.cached_tokens for _ in range(2)] == [0, 6 * GRID]
     assert_nothing_held(engine)
 
 

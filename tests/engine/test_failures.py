@@ -242,8 +242,11 @@ def test_nothing_of_a_pass_with_nan_is_shared(
     prompt = ids(300)
     with poisoned(engine, passes, layer, slice(-1, None)):
         output = answer(engine, prompt, greedy(6, temperature=0.8, seed=1))
-    assert output.finish_reason == "error"
-    assert output.error is not None and "NaN or infinity" in output.error
+    if passes == {1}:
+        assert output.finish_reason == "error"
+        assert output.error is not None and "NaN or infinity" in output.error
+    else:  # it read what it had shared of its prompt, and was computed once more
+        assert output.token_ids == cold(tiny, prompt, greedy(6, temperature=0.8, seed=1)).token_ids
     assert_nothing_held(engine)
     for tensor in (engine.cache.kv, *engine.cache.state_tensors.values()):
         for _, node in engine.cache.tree.nodes():
@@ -256,7 +259,7 @@ def test_nothing_of_a_pass_with_nan_is_shared(
 
 def test_nan_in_the_row_of_one_request_fails_no_other(tiny: Engine) -> None:
     engine = engine_on(tiny)
-    names = [engine.add_request(ids(30, seed=n), greedy(8), namespace="ab"[n % 2]) for n in range(4)]
+    names = [engine.add_request(ids(12, seed=n), greedy(8), namespace="ab"[n % 2]) for n in range(4)]
     engine.step()
     with poisoned(engine, {1}, 1, slice(2, 3)):
         outputs = {output.request_id: output for output in engine.step()}

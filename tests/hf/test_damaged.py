@@ -68,28 +68,6 @@ def test_a_hit_that_gives_nan_is_computed_once_without_it(
     assert_nothing_held(cache)
 
 
-def test_a_hit_that_looks_sound_goes_only_if_the_model_computes_without_it(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, prompt = cache_on(model, deterministic=False), ids(5 * GRID + 5)
-    cache.generate(prompt, **greedy(2))
-    monkeypatch.setattr(cache.cache.memory, "are_finite", lambda pages, checkpoint: True)
-    with monkeypatch.context() as patch:
-        patch.setattr("hybrid.hf.past.finite_logits", lambda logits: False)
-        with pytest.raises(NonFiniteError):
-            cache.generate(prompt, **greedy(2))
-    assert cache.stats().dropped_hits == 0
-    cache.generate(prompt, **greedy(2))
-    assert cache.explanations[0].usable_hit > 0
-    spoil(cache, prompt, "page")
-    cache.generate(prompt, **greedy(2))
-    assert cache.stats().dropped_hits == 1
-    for _ in range(2):
-        cache.generate(prompt, **greedy(2))
-    assert cache.explanations[0].usable_hit > 0
-    assert_nothing_held(cache)
-
-
 def test_prompts_of_a_batch_are_computed_without_their_hits(model: Any) -> None:
     cache, batch = cache_on(model), ids(5 * GRID + 3, rows=3)
     expected = cache_on(model).generate(batch, **greedy())
