@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from hybrid.engine.stats import EngineStats, Histogram
     from hybrid.hints import Hints
     from hybrid.key import Key
-    from hybrid.memory.memory import CacheMemory, Mover
+    from hybrid.memory.contents import Mover
+    from hybrid.memory.memory import CacheMemory
     from hybrid.prompts.answer_parser import ParsedAnswer, ToolCall
     from hybrid.prompts.images import Image, ImagePrompt
     from hybrid.serve.async_engine import AsyncEngine, OutputStream
@@ -135,7 +136,8 @@ _HOMES = {
     "engine.stats": "EngineStats Histogram",
     "hints": "Hints",
     "key": "Key",
-    "memory.memory": "CacheMemory Mover",
+    "memory.contents": "Mover",
+    "memory.memory": "CacheMemory",
     "prompts.answer_parser": "ParsedAnswer ToolCall",
     "prompts.images": "Image ImagePrompt",
     "serve.async_engine": "AsyncEngine OutputStream",

@@ -421,14 +421,13 @@ class _Compactor:
         return node is not None and not node.page_locks
 
     def _move_contents(self, pool: ArenaPool, moves: dict[int, int]) -> None:
-        memory = self._memory
-        if memory.stores_smaller and pool is memory.checkpoints:
-            assert memory.store is not None
-            memory.store.move_stored(moves)
-        elif memory.mover is not None and pool is memory.pages:
-            memory.mover.move_pages(moves)
-        elif memory.mover is not None:
-            memory.mover.move_states(moves)
+        contents = self._memory.contents
+        if pool is self._memory.pages:
+            contents.move_pages(moves)
+        elif self._memory.stores_smaller:
+            contents.move_stored(moves)
+        else:
+            contents.move_states(moves)
 
     def _repoint_pages(self, moves: dict[int, int]) -> None:
         """Replace the ids of moved pages, in the tree and in block tables.

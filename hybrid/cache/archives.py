@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.fingerprints import fingerprint_named, writer_of
+from hybrid.cache.fingerprints import fingerprint_named
 from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.tiers import Tiers
 from hybrid.checks import integer, shown
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
 from hybrid.key import Key
-from hybrid.memory.digests import Contents
+from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.archive import Archive, ArchivedNode, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
@@ -36,7 +36,7 @@ class Archives:
 
     Args:
         tree: what is cached.
-        memory: the contents. Without a mover that reads and writes them both methods raise ArgumentError.
+        memory: the contents. Where they cannot be read and written both methods raise ArgumentError.
         config: of the cache: a part of the fingerprint of what it holds.
         allocator: locks what was loaded until the rest is.
         restorer: writes contents into the memory, and inserts them.
@@ -81,7 +81,8 @@ class Archives:
                 can be read.
         """
         fingerprint = fingerprint_named(self._memory, self._config, model)
-        tree, reader = self._tree, writer_of(self._memory)
+        tree, contents = self._tree, self._memory.contents
+        contents.check_writable()
         after = integer("after", after, 0)
         after -= after % tree.page_size
         if only not in (None, "deepest"):
@@ -106,10 +107,10 @@ class Archives:
             places[node] = len(places)
             ids.append(node.edge)
             skipped = max(0, after - node.start) // tree.page_size
-            pages += [reader.read_page(page) for page in node.pages[skipped:]]
+            pages += [contents.read_page(page) for page in node.pages[skipped:]]
             if has_checkpoint:
                 assert node.slot is not None
-                checkpoints.append(reader.read_checkpoint(node.slot))
+                checkpoints.append(contents.read_checkpoint(node.slot))
         return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
 
     def load(
@@ -129,7 +130,7 @@ class Archives:
             CacheFileError: it is damaged, or was made by another model, or with other settings. Nothing was changed.
             ArgumentError: there are no contents that can be written.
         """
-        writer_of(self._memory)
+        self._memory.contents.check_writable()
         here = fingerprint_named(self._memory, self._config, model)
         archive = source if isinstance(source, Archive) else read_archive(source)
         differences = here.differences(archive.fingerprint)
@@ -146,7 +147,7 @@ class Archives:
         Raises:
             CacheFileError: they are not.
         """
-        here = self._memory.content_bytes
+        here = self._memory.contents.num_bytes
         if here is None:
             return
         found = (archive.pages, archive.checkpoints)

@@ -53,7 +53,7 @@ from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.hints import NO_HINTS, Hints, check_hints
 from hybrid.interrupts import deferred
 from hybrid.key import TOKEN_BYTES, Key, check_key, names_of
-from hybrid.memory.digests import Contents
+from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.observe import notebook
@@ -660,11 +660,10 @@ class HybridCache:
             if (node := lease.shared_node) is not None:
                 copy.page_lock = self.tree.lock_pages(node, num_shared * self.config.page_size)
                 self.allocator.share(copy)
-            if self.memory.mover is not None:
-                own = lease.block_table[num_shared : num_shared + num_private]
-                if own:
-                    self.memory.mover.move_pages(dict(zip(own, pages, strict=True)))
-                self.memory.mover.move_states({lease.front: front})
+            if num_private:
+                private = lease.block_table[num_shared : num_shared + num_private]
+                self.memory.contents.move_pages(dict(zip(private, pages, strict=True)))
+            self.memory.contents.move_states({lease.front: front})
         except BaseException:
             self.close(copy)
             raise

@@ -164,8 +164,7 @@ class Committer:
         if place is None:
             return None
         try:
-            assert memory.store is not None
-            memory.store.store(captured.slot, place)
+            memory.contents.store(captured.slot, place)
         except BaseException:
             memory.checkpoints.free([place])
             raise

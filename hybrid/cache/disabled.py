@@ -11,7 +11,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
 from hybrid.errors import ArgumentError
 from hybrid.key import Key
-from hybrid.memory.digests import Contents
+from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint

@@ -1,27 +1,12 @@
-"""The fingerprint of what a cache holds, and who reads and writes its contents."""
+"""The fingerprint of what a cache holds."""
 
 from __future__ import annotations
 
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
-from hybrid.memory.digests import ContentWriter
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.fingerprint import Fingerprint, order_of_sums
 from hybrid.version import __version__
-
-
-def writer_of(memory: CacheMemory) -> ContentWriter:
-    """Return the reader and writer of the contents of a memory.
-
-    Raises:
-        ArgumentError: no one does.
-    """
-    if not isinstance(memory.mover, ContentWriter):
-        raise ArgumentError(
-            "this memory has no contents that can be saved or loaded: it needs tensors, or a mover that has read_page, "
-            "write_page, read_checkpoint, write_checkpoint, page_layout and checkpoint_layout too"
-        )
-    return memory.mover
 
 
 def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, deterministic: bool) -> Fingerprint:
@@ -34,13 +19,12 @@ def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, determi
     Raises:
         ArgumentError: the memory has no contents that can be read.
     """
-    writer = writer_of(memory)
     return Fingerprint(
         model=model,
         page_size=config.page_size,
         chunk_size=config.chunk_size,
-        page=writer.page_layout(),
-        checkpoint=writer.checkpoint_layout(),
+        page=memory.contents.page_layout(),
+        checkpoint=memory.contents.checkpoint_layout(),
         deterministic=deterministic,
         sums=order_of_sums(),
         version=__version__,

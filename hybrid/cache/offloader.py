@@ -158,7 +158,7 @@ class Offloader:
                 EvictedUnit(
                     name=(CHECKPOINT, name_at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
-                    read=partial(_read, self._memory.fetch_checkpoint, slot),
+                    read=partial(_read, self._memory.contents.fetch_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
                     note=note,
                 )
@@ -171,7 +171,7 @@ class Offloader:
         if self._is_discarding:
             return
         try:
-            fetch, size, end, pages = self._memory.fetch_page, self._page_size, node.end, node.pages
+            fetch, size, end, pages = self._memory.contents.fetch_page, self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
                 self._offer(EvictedUnit(name, self._sizes.page, partial(_read, fetch, page), path))

@@ -171,7 +171,6 @@ class Opener:
             return
         place, lease.read_slot = lease.read_slot, lease.front
         try:
-            assert self._memory.store is not None
-            self._memory.store.restore(place, lease.front)
+            self._memory.contents.restore(place, lease.front)
         finally:
             self._allocator.unlock(lock)

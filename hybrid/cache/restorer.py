@@ -11,8 +11,7 @@ from hybrid.cache.commit import Committer
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.key import Key
-from hybrid.memory.copies import Uploads
-from hybrid.memory.digests import Contents
+from hybrid.memory.copies import Contents, Uploads
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Kind, NodeUsage
 
@@ -115,7 +114,7 @@ class Restorer:
         if place is None:
             return RestoreOutcome.NO_MEMORY
         try:
-            self._memory.write(lease.block_table[lease.num_shared : end], missing, place, boundary.checkpoint)
+            self._memory.contents.write(lease.block_table[lease.num_shared : end], missing, place, boundary.checkpoint)
         except BaseException:
             self._allocator.free_checkpoint(place)
             raise

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.fingerprints import fingerprint_named, writer_of
+from hybrid.cache.fingerprints import fingerprint_named
 from hybrid.cache.names import name_at
 from hybrid.cache.offloader import Offloader
 from hybrid.cache.stats import CacheStats
@@ -161,7 +161,7 @@ def make_tiers(
     """
     if not config.enabled or (config.host is None and config.disk is None):
         return None
-    writer_of(memory)
+    memory.contents.check_writable()
     if memory.sizes is None:
         raise ArgumentError("CacheConfig: host and disk need a memory that knows the bytes of its pages and states")
     host, disk, here = None, None, None
@@ -201,4 +201,6 @@ def _origin(here: Fingerprint, memory: CacheMemory) -> Origin:
         others = [name for name, value in own.items() if there.get(name) != value]
         return found + [f"{name} is {there.get(name)!r:.100} there and {own[name]!r:.100} here" for name in others]
 
-    return Origin(json.dumps({**here.as_json(), "arithmetic": own}, sort_keys=True), differences, memory.content_bytes)
+    return Origin(
+        json.dumps({**here.as_json(), "arithmetic": own}, sort_keys=True), differences, memory.contents.num_bytes
+    )

@@ -24,7 +24,7 @@ from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.step import Part, Step
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.memory.digests import Contents
+from hybrid.memory.copies import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media
 from hybrid.speculation.drafter import Drafter, History
@@ -97,8 +97,8 @@ class ToyPass:
 
 
 class ToyRunner:
-    """Computes steps with the toy model, and moves the contents of its memory: a `Runner`, and a `Mover` that is a
-    `ContentWriter`.
+    """Computes steps with the toy model, and moves the contents of its memory: a `Runner`, and a `Mover` that also
+    reads and writes.
 
     Args:
         page_size: tokens per page.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.ops import compiled_module
-from hybrid.memory.tensors import WorkerRun
+from hybrid.memory.contents import WorkerRun
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""

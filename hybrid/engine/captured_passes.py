@@ -26,7 +26,7 @@ from hybrid.engine.planner import LINKS, Layout, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.results import ForwardPass
 from hybrid.engine.sampler import compiled_most_likely
-from hybrid.memory.tensors import WorkerRun
+from hybrid.memory.contents import WorkerRun
 
 log: logging.Logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from hybrid.engine.sampler import (
 )
 from hybrid.engine.step import Part
 from hybrid.kernels.cpu.threads import torch_on_one_thread
+from hybrid.memory.contents import WorkerRun
 from hybrid.memory.device import HostCopy, on_device
-from hybrid.memory.tensors import WorkerRun
 from hybrid.speculation.drafts import accepted
 
 

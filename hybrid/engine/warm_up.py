@@ -222,7 +222,7 @@ def warm_up(
         deterministic: as the steps will be.
         speculation: how tokens are drafted; None: they are not.
     """
-    started, allocator, mover, device = time.perf_counter(), cache.allocator, cache.memory.mover, cache.kv.device
+    started, allocator, contents, device = time.perf_counter(), cache.allocator, cache.memory.contents, cache.kv.device
     longest = config.max_model_len or model.config.max_position_embeddings
     max_pages = min(ceil_div(longest, cache.config.page_size), cache.memory.pages.capacity)
     slots = [slot for slot in (allocator.allocate_state(), allocator.allocate_state()) if slot is not None]
@@ -239,9 +239,9 @@ def warm_up(
                     predict(model, rows, 1 << power, slots[0], cache.kv)
         numbers = torch.zeros(LINK_FIELDS, dtype=torch.int64, device=device)
         fill_in_tokens(numbers, logits.argmax(-1), numbers.new_zeros(1, LINK_FIELDS))
-        if mover is not None and len(slots) == len(pages) == 2:
-            mover.move_states({slots[0]: slots[1]})
-            mover.move_pages({pages[0]: pages[1]})
+        if len(slots) == len(pages) == 2:
+            contents.move_states({slots[0]: slots[1]})
+            contents.move_pages({pages[0]: pages[1]})
     finally:
         allocator.free_states(slots)
         allocator.free_pages(pages)

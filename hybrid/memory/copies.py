@@ -30,8 +30,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hybrid.memory.digests import Contents
 from hybrid.spec import HybridSpec, LayerTensors, Place
+
+Contents = bytes | bytearray | memoryview
+"""The contents of a page or a checkpoint."""
 
 MIN_BYTES = 512 * 2**10
 """Minimum bytes of a copy: about 10 us at 50 GB/s, and about 10 us for the host to begin it. Both are assumed."""

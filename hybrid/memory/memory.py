@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -13,10 +13,11 @@ from hybrid.checks import integer
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
-from hybrid.memory.copies import Downloads, Uploads
-from hybrid.memory.digests import ContentChecker, ContentReader, Contents, ContentWriter, Digests
+from hybrid.memory.contents import CAN_STORE, GivenContents, InFlight, Mover, UnitContents, has
+from hybrid.memory.copies import Contents, Downloads, Uploads
+from hybrid.memory.digests import Digests
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
-from hybrid.memory.tensors import CacheTensors, InFlight
+from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
 from hybrid.units import Prices, format_bytes
 
@@ -27,42 +28,6 @@ MIN_STATE_SLOTS = 3
 
 EXTRA_PIECES = 3
 """Pieces that a request needs in addition to its pages: for the empty state, its own state, and its checkpoint."""
-
-
-class Mover(Protocol):
-    """Moves the contents of pages and state slots, when an elastic memory moves units together."""
-
-    def move_pages(self, moves: dict[int, int]) -> None:
-        """Copy each page (key) to its new place (value). No place is both."""
-        ...
-
-    def move_states(self, moves: dict[int, int]) -> None:
-        """Copy each state slot (key) to its new place (value). No place is both."""
-        ...
-
-
-@runtime_checkable
-class CheckpointStore(Protocol):
-    """Stores checkpoints smaller than the states that requests work on.
-
-    Attributes:
-        checkpoint_bytes: bytes of one stored checkpoint.
-    """
-
-    @property
-    def checkpoint_bytes(self) -> int: ...
-
-    def store(self, slot: int, place: int) -> None:
-        """Write the state of a slot to the place of a stored checkpoint."""
-        ...
-
-    def restore(self, place: int, slot: int) -> None:
-        """Write a stored checkpoint into a state slot."""
-        ...
-
-    def move_stored(self, moves: dict[int, int]) -> None:
-        """Copy each stored checkpoint (key) to its new place (value). No place is both."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +69,17 @@ class CacheMemory:
         sizes: bytes of the units; None: unknown, and policies compare pages and states by default prices.
         tensors: the contents, where this library keeps them.
         mover: moves contents that are kept elsewhere; None: `tensors`, if there are any.
-        store: stores checkpoints in `checkpoints`; required with it. None: `tensors`, if there are any.
+        store: stores checkpoints in `checkpoints`; required with it. None: `tensors`, if there are any. It has
+            `checkpoint_bytes`, and `store`, `restore` and `move_stored` of `hybrid.memory.contents.UnitContents`.
 
     Raises:
         ArgumentError: there is a pool of stored checkpoints, and nothing that stores them.
 
     Attributes:
-        uploads: contents on their way into the tensors.
-        downloads: contents on their way from them to the host.
-        in_flight: what other threads compute on the tensors.
+        contents: what is in the units.
+        uploads: contents on their way into the memory.
+        downloads: contents on their way from it to the host.
+        in_flight: what other threads compute on it.
     """
 
     def __init__(
@@ -125,7 +92,7 @@ class CacheMemory:
         *,
         tensors: CacheTensors | None = None,
         mover: Mover | None = None,
-        store: CheckpointStore | None = None,
+        store: Any = None,
     ) -> None:
         self.pages: Pool = pages
         self.states: Pool = states
@@ -133,18 +100,19 @@ class CacheMemory:
         self.arena: Arena | None = arena
         self.sizes: UnitSizes | None = sizes
         self.tensors: CacheTensors | None = tensors
-        self.uploads: Uploads = tensors.uploads if tensors is not None else Uploads()
-        self.downloads: Downloads = tensors.downloads if tensors is not None else Downloads()
-        self.in_flight: InFlight = tensors.in_flight if tensors is not None else InFlight()
-        self.mover: Mover | None = mover if mover is not None else tensors
-        self.store: CheckpointStore | None = None
         if checkpoints is not None:
-            self.store = store if store is not None or tensors is None else tensors.stored
-            if not isinstance(self.store, CheckpointStore):
-                raise ArgumentError(
-                    "CacheMemory: checkpoints are stored apart from states, which needs a store with checkpoint_bytes, "
-                    f"store, restore and move_stored; got {self.store!r}"
-                )
+            store = store if store is not None else tensors
+            _check_store("CacheMemory: checkpoints are stored apart from states, which needs a store with", store)
+        keeper = mover if mover is not None else tensors
+        if keeper is None and store is None:
+            self.contents: UnitContents = UnitContents()
+        elif isinstance(keeper, UnitContents) and (store is None or store is keeper):
+            self.contents = keeper
+        else:
+            self.contents = GivenContents(keeper, store)
+        self.uploads: Uploads = self.contents.uploads
+        self.downloads: Downloads = self.contents.downloads
+        self.in_flight: InFlight = self.contents.in_flight
 
     @classmethod
     def of_indices(cls, num_pages: int, num_states: int) -> CacheMemory:
@@ -172,7 +140,7 @@ class CacheMemory:
         state_bytes: int,
         *,
         mover: Mover | None = None,
-        store: CheckpointStore | None = None,
+        store: Any = None,
     ) -> CacheMemory:
         """One budget of bytes for pages and states, without contents. `hybrid.memory.arena` defines which bytes a page
         and a state slot occupy.
@@ -181,19 +149,18 @@ class CacheMemory:
             memory: bytes for pages and states; the piece that holds the empty state comes on top.
             page_bytes, state_bytes: bytes of a page and of a state.
             mover: moves your contents when pages or states are moved together; None: there is nothing to move.
-            store: stores checkpoints smaller than states; None: checkpoints are state slots.
+            store: stores checkpoints smaller than states: it has `checkpoint_bytes`, and `store`, `restore` and
+                `move_stored` of `hybrid.memory.contents.UnitContents`. None: checkpoints are state slots.
 
         Raises:
             MemoryBudgetError: the memory does not hold one page and the states of one request.
-            ArgumentError: `store` is not a `CheckpointStore`, or a size is not a positive integer.
+            ArgumentError: `store` lacks something, or a size is not a positive integer.
         """
         memory = integer("of_bytes: memory, in bytes,", memory, 1)
         page_bytes = integer("of_bytes: page_bytes", page_bytes, 1)
         state_bytes = integer("of_bytes: state_bytes", state_bytes, 1)
-        if store is not None and not isinstance(store, CheckpointStore):
-            raise ArgumentError(
-                f"of_bytes: store needs checkpoint_bytes, store, restore and move_stored; got {store!r}"
-            )
+        if store is not None:
+            _check_store("of_bytes: store needs", store)
         layout = PieceLayout.of(page_bytes, state_bytes, store.checkpoint_bytes if store is not None else 0)
         needed = smallest_memory(1, page_bytes, state_bytes, None) - layout.num_bytes
         if memory < needed:
@@ -262,7 +229,7 @@ class CacheMemory:
         """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
         self.in_flight.settle()
         self.uploads.settle()
-        self.tensors = self.mover = self.store = None
+        self.tensors, self.contents = None, UnitContents()
 
     def reset(self) -> None:
         """Free everything, whatever was in use. Contents stay until they are overwritten."""
@@ -273,56 +240,12 @@ class CacheMemory:
             self.pages.reset()
             self.states.reset()
 
-    def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
-        """Write all of a boundary, as this memory's mover has read it, or one like it. In tensors on a GPU it is on its
-        way afterwards (`uploads`). When this raises, the pages and the place hold anything.
-
-        Args:
-            pages, contents: pages that no one reads, and what they are to hold.
-            place, checkpoint: likewise of a checkpoint, as it is stored.
-        """
-        mover = self.mover
-        if self.tensors is not None and mover is self.tensors:
-            self.tensors.write(pages, contents, place, checkpoint)
-            return
-        assert isinstance(mover, ContentWriter)
-        for page, own in zip(pages, contents, strict=True):
-            mover.write_page(page, own)
-        mover.write_checkpoint(place, checkpoint)
-
     def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
-        """Tell whether contents that are to be written hold no NaN and no infinity; those of a mover that cannot tell
-        are believed, and so are contents that are on their way to the host, which does not wait for them."""
-        mover = self.mover
-        if not isinstance(mover, ContentChecker):
-            return True
+        """Tell whether contents that are to be written hold no NaN and no infinity; where they cannot be told from
+        others they are believed, and so are those that are on their way to the host, which does not wait for them."""
         has_arrived = self.downloads.has_arrived
         is_there = checkpoint is not None and has_arrived(checkpoint)
-        return mover.are_finite(filter(has_arrived, pages), checkpoint if is_there else None)
-
-    @property
-    def content_bytes(self) -> tuple[int, int] | None:
-        """Bytes of the contents of a page and of a checkpoint; None: the mover does not know them."""
-        mover = self.mover
-        return (mover.page_bytes, mover.checkpoint_bytes) if isinstance(mover, ContentChecker) else None
-
-    def fetch_page(self, page: int) -> Contents:
-        """Read what a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is
-        on its way afterwards (`downloads`)."""
-        reader = self._reader
-        return reader.fetch_page(page) if isinstance(reader, CacheTensors) else reader.read_page(page)
-
-    def fetch_checkpoint(self, place: int) -> Contents:
-        """Read what the place of a checkpoint holds, likewise."""
-        reader = self._reader
-        return reader.fetch_checkpoint(place) if isinstance(reader, CacheTensors) else reader.read_checkpoint(place)
-
-    @property
-    def _reader(self) -> CacheTensors | ContentReader:
-        mover = self.mover
-        if not isinstance(mover, CacheTensors):
-            assert isinstance(mover, ContentReader)
-        return mover
+        return self.contents.are_finite(filter(has_arrived, pages), checkpoint if is_there else None)
 
     @property
     def settled(self) -> CacheTensors:
@@ -339,17 +262,17 @@ class CacheMemory:
         return self.checkpoints is not self.states
 
     def digests(self) -> Digests:
-        """An empty list of digests of the contents, which the mover reads.
+        """An empty list of digests of the contents.
 
         Raises:
             ArgumentError: there are no contents that can be read.
         """
-        if not isinstance(self.mover, ContentReader):
+        if not self.contents.can_read:
             raise ArgumentError(
                 "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
                 "read_checkpoint too"
             )
-        return Digests(self.mover)
+        return Digests(self.contents)
 
     @property
     def prices(self) -> Prices:
@@ -388,6 +311,11 @@ class CacheMemory:
         if self.arena is not None:
             return self.arena.num_free / self.arena.num_pieces
         return self.states.num_free / self.states.capacity
+
+
+def _check_store(what: str, store: object) -> None:
+    if not isinstance(store, UnitContents) and not has(store, ("checkpoint_bytes", *CAN_STORE)):
+        raise ArgumentError(f"{what} checkpoint_bytes, store, restore and move_stored; got {store!r}")
 
 
 def _fixed_pools(num_pages: int, num_states: int) -> tuple[IndexPool, IndexPool]:

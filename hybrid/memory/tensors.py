@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +19,9 @@ from hybrid.kernels.cpu.kinds import SCALE_BYTES
 from hybrid.kernels.ops import copy_states
 from hybrid.kernels.packed_kv import KV_DTYPES
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.contents import UnitContents
 from hybrid.memory.copies import (
+    Contents,
     Copier,
     Copy,
     Downloads,
@@ -32,7 +33,6 @@ from hybrid.memory.copies import (
     shares_of,
 )
 from hybrid.memory.device import on_device
-from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
@@ -41,109 +41,34 @@ FP8_NAN = 0x7F
 """The code of NaN of e4m3, without its sign."""
 
 
-class WorkerRun(Protocol):
-    """A pass that was given to other threads of a CPU."""
-
-    def end(self) -> None:
-        """Wait until it has ended, and take part in it. Whether it failed is known to who reads its results."""
-        ...
-
-    def wait(self) -> None:
-        """`end`, and raise what it failed with."""
-        ...
-
-
-class InFlight:
-    """The passes that other threads of a CPU compute on a memory, one after another, while the host schedules the next
-    step; the latest is known.
-
-    A GPU does in order what it is given. Threads of a CPU do not: what reads or writes contents of pages and state
-    slots outside of a pass waits for the pass under way first (`settle`).
-    """
-
-    def __init__(self) -> None:
-        self._latest: WorkerRun | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Tell whether a pass was begun that nothing has waited for here."""
-        return self._latest is not None
-
-    def begin(self, latest: WorkerRun) -> None:
-        """A pass was given to other threads. When it ends, those before it have."""
-        self._latest = latest
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
-        if self._latest is not None:
-            self._latest.end()
-            self._latest = None
-
-
 class StoredCheckpoints:
-    """Checkpoints that are stored smaller than states; a `CheckpointStore`.
+    """The places of checkpoints that are stored smaller than states.
 
     Args:
         layout: how a state is packed.
         pieces: `[num_pieces, piece_bytes]` uint8: the memory.
         per_piece: stored checkpoints in a piece.
-        state: the tensors of the state slots by name, `[num_slots, *shape]`.
-        uploads: what is on its way into the memory.
-        in_flight: what other threads compute on it.
 
     Attributes:
+        layout: as given.
         places: where each tensor of the state is in a stored checkpoint, and its scales if it has any.
     """
 
-    def __init__(
-        self,
-        layout: StoredLayout,
-        pieces: Tensor,
-        per_piece: int,
-        state: dict[str, Tensor],
-        uploads: Uploads,
-        in_flight: InFlight,
-    ) -> None:
-        self._layout = layout
-        self._uploads = uploads
-        self._in_flight = in_flight
+    def __init__(self, layout: StoredLayout, pieces: Tensor, per_piece: int) -> None:
+        self.layout: StoredLayout = layout
+        self.places: tuple[Place, ...] = _stored_places(layout)
         self._pieces = pieces
         self._per_piece = per_piece
-        self._state = state
-        self.places: tuple[Place, ...] = _stored_places(layout)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of one stored checkpoint."""
-        return self._layout.num_bytes
 
     def bytes_of(self, place: int) -> Tensor:
-        """The bytes of a stored checkpoint, `[checkpoint_bytes]` uint8: a view."""
+        """The bytes of a stored checkpoint, `[layout.num_bytes]` uint8: a view."""
         piece, index = divmod(place, self._per_piece)
-        size = self._layout.num_bytes
+        size = self.layout.num_bytes
         return self._pieces[piece, index * size : (index + 1) * size]
 
-    def store(self, slot: int, place: int) -> None:
-        """Pack the state of a slot into the place of a stored checkpoint."""
-        self._in_flight.settle()
-        store(self._layout, {name: tensor[slot] for name, tensor in self._state.items()}, self.bytes_of(place))
 
-    def restore(self, place: int, slot: int) -> None:
-        """Unpack a stored checkpoint into a state slot."""
-        self._in_flight.settle()
-        self._uploads.wait(0)  # it arrives with the first layer
-        restore(self._layout, self.bytes_of(place), {name: tensor[slot] for name, tensor in self._state.items()})
-
-    def move_stored(self, moves: dict[int, int]) -> None:
-        """Copy each stored checkpoint (key) to its new place (value)."""
-        self._in_flight.settle()
-        self._uploads.before(checkpoints=moves)
-        for old, new in moves.items():
-            self.bytes_of(new).copy_(self.bytes_of(old))
-
-
-class CacheTensors:
-    """The tensors of a cache; a `Mover` and a `ContentWriter`. Make one with `fixed` or `elastic`.
+class CacheTensors(UnitContents):
+    """The tensors of a cache. Make one with `fixed` or `elastic`.
 
     Every tensor of the spec has its place in a page or in a state slot. Contents are moved as whole pages and slots,
     and read and written tensor by tensor in the order of the spec, without the gaps between them.
@@ -153,19 +78,27 @@ class CacheTensors:
         page_size: tokens per page.
         pages: `[num_pages, page_bytes]` uint8.
         states: `[num_slots, stride]` uint8: the bytes of each slot, and the gap to the next.
+        stored: checkpoints that are stored smaller; None: checkpoints are state slots.
+
+    Methods wait for `uploads` and `in_flight` where they must. Who reads or writes the tensors below calls
+    `Uploads.settle` or `Uploads.wait`, and `InFlight.settle`, before.
 
     Attributes:
-        uploads: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
-            writes the tensors below calls `Uploads.settle` or `Uploads.wait` before.
-        in_flight: what other threads compute on them. Methods wait for it; who reads or writes the tensors below
-            calls `InFlight.settle` before.
-        downloads: what is on its way from them to the host.
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
-        stored: checkpoints that are stored smaller; None: checkpoints are state slots.
+        stored: as given.
     """
 
-    def __init__(self, spec: HybridSpec, page_size: int, pages: Tensor, states: Tensor) -> None:
+    def __init__(
+        self,
+        spec: HybridSpec,
+        page_size: int,
+        pages: Tensor,
+        states: Tensor,
+        stored: StoredCheckpoints | None = None,
+    ) -> None:
+        super().__init__()
+        self.can_read = self.can_write = True
         self._page_places = spec.page_places(page_size)
         self._state_places = spec.state_places
         self._pages = pages
@@ -173,13 +106,14 @@ class CacheTensors:
         self._states[EMPTY_STATE].zero_()
         self.tokens: dict[str, Tensor] = _views(pages, self._page_places)
         self.state: dict[str, Tensor] = _views(states, self._state_places)
-        self.stored: StoredCheckpoints | None = None
+        self.stored: StoredCheckpoints | None = stored
+        self._checkpoint_places = stored.places if stored is not None else self._state_places
+        self.num_bytes = _size(self._page_places), _size(self._checkpoint_places)
         self._copier: Copier | None = copier_for(pages.device)
         groups = layer_groups(spec, page_size, self._copier.min_bytes if self._copier is not None else 0)
         self._groups = groups
-        self.uploads: Uploads = Uploads(self._copier, groups)
-        self.downloads: Downloads = Downloads(outward_copier_for(pages.device))
-        self.in_flight: InFlight = InFlight()
+        self.uploads = Uploads(self._copier, groups)
+        self.downloads = Downloads(outward_copier_for(pages.device))
 
     def page_layout(self) -> str:
         """Describe what a page holds: the tensors, in order."""
@@ -187,23 +121,11 @@ class CacheTensors:
 
     def checkpoint_layout(self) -> str:
         """Describe what a checkpoint holds, as it is stored."""
-        return _described(self._state_places if self.stored is None else self.stored.places)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of the contents of a page."""
-        return sum(place.num_bytes for place in self._page_places)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of the contents of a checkpoint, as it is stored."""
-        return sum(place.num_bytes for place in (self._state_places if self.stored is None else self.stored.places))
+        return _described(self._checkpoint_places)
 
     def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
-        """Tell whether contents hold no NaN and no infinity: see `ContentChecker`. Reads them once, which takes less
-        time than copying them."""
-        places = self._state_places if self.stored is None else self.stored.places
-        sums = [*_sums(checkpoint, places, of_page=False)] if checkpoint is not None else []
+        """See `UnitContents.are_finite`. Reads them once, which takes less time than copying them."""
+        sums = [*_sums(checkpoint, self._checkpoint_places, of_page=False)] if checkpoint is not None else []
         sums += (one for page in pages for one in _sums(page, self._page_places, of_page=True))
         return not sums or bool(torch.stack(sums).isfinite().all())
 
@@ -240,11 +162,8 @@ class CacheTensors:
         """
         memory = _allocate((num_pieces, layout.num_bytes), device)
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
-        tensors = cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states)
-        if stored is not None:
-            owned = tensors.state, tensors.uploads, tensors.in_flight
-            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, *owned)
-        return tensors
+        packed = StoredCheckpoints(stored, memory, layout.stored) if stored is not None else None
+        return cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states, packed)
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value)."""
@@ -259,23 +178,46 @@ class CacheTensors:
             self.uploads.before(checkpoints=moves)
         _copy(self._states, moves)
 
+    def move_stored(self, moves: dict[int, int]) -> None:
+        """Copy each stored checkpoint (key) to its new place (value)."""
+        assert self.stored is not None
+        self.in_flight.settle()
+        self.uploads.before(checkpoints=moves)
+        for old, new in moves.items():
+            self.stored.bytes_of(new).copy_(self.stored.bytes_of(old))
+
+    def store(self, slot: int, place: int) -> None:
+        """Pack the state of a slot into the place of a stored checkpoint."""
+        assert self.stored is not None
+        self.in_flight.settle()
+        tensors = {name: tensor[slot] for name, tensor in self.state.items()}
+        store(self.stored.layout, tensors, self.stored.bytes_of(place))
+
+    def restore(self, place: int, slot: int) -> None:
+        """Unpack a stored checkpoint into a state slot."""
+        assert self.stored is not None
+        self.in_flight.settle()
+        self.uploads.wait(0)  # it arrives with the first layer
+        tensors = {name: tensor[slot] for name, tensor in self.state.items()}
+        restore(self.stored.layout, self.stored.bytes_of(place), tensors)
+
     def read_page(self, page: int) -> Contents:
         """The bytes of a page: of every tensor per token, one after the other."""
         return self.downloads.wait(self.fetch_page(page))
 
-    def read_checkpoint(self, slot: int) -> Contents:
+    def read_checkpoint(self, place: int) -> Contents:
         """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
-        return self.downloads.wait(self.fetch_checkpoint(slot))
+        return self.downloads.wait(self.fetch_checkpoint(place))
 
     def fetch_page(self, page: int) -> Contents:
         """Read a page; on a GPU its contents are on their way to the host (`downloads`), and it may be written."""
         self.uploads.before(pages=[page])
         return self._read(self._pages[page], self._page_places)
 
-    def fetch_checkpoint(self, slot: int) -> Contents:
+    def fetch_checkpoint(self, place: int) -> Contents:
         """Read a checkpoint, likewise."""
-        self.uploads.before(checkpoints=[slot])
-        return self._read(*self._checkpoint(slot))
+        self.uploads.before(checkpoints=[place])
+        return self._read(self._checkpoint(place), self._checkpoint_places)
 
     def _read(self, row: Tensor, places: Sequence[Place]) -> Contents:
         """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
@@ -290,38 +232,38 @@ class CacheTensors:
         self.in_flight.settle()
         _write(self._pages[page], self._page_places, contents)
 
-    def write_checkpoint(self, slot: int, contents: Contents) -> None:
+    def write_checkpoint(self, place: int, contents: Contents) -> None:
         """Write what `read_checkpoint` has read."""
         self.in_flight.settle()
-        _write(*self._checkpoint(slot), contents)
+        _write(self._checkpoint(place), self._checkpoint_places, contents)
 
-    def write(self, pages: Sequence[int], contents: Sequence[Contents], slot: int, checkpoint: Contents) -> None:
+    def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
         """Write pages and a checkpoint: on a GPU they are on their way afterwards (`uploads`). When this raises, they
         hold anything."""
         if self._copier is None:
-            for page, own in zip(pages, contents, strict=True):
-                self.write_page(page, own)
-            self.write_checkpoint(slot, checkpoint)
+            super().write(pages, contents, place, checkpoint)
             return
         rows = [
-            (self._pages[page], self._copier.prepare(_on_host(own, self._page_places)))
-            for page, own in zip(pages, contents, strict=True)
+            (self._pages[page], self._copier.prepare(_on_host(held, self._page_places)))
+            for page, held in zip(pages, contents, strict=True)
         ]
-        row, places = self._checkpoint(slot)
-        source = self._copier.prepare(_on_host(checkpoint, places))
+        row = self._checkpoint(place)
+        source = self._copier.prepare(_on_host(checkpoint, self._checkpoint_places))
         copies = [[copy for each in rows for copy in _copies(*each, group.page)] for group in self._groups]
         for at, group in enumerate(self._groups):
             if self.stored is None:
                 copies[at] += _copies(row, source, group.state)
             elif not at:  # it is unpacked whole, for all layers
-                copies[at] += _copies(row, source, shares_of(places))
-        self.uploads.begin(copies, pages, slot)
+                copies[at] += _copies(row, source, shares_of(self._checkpoint_places))
+        self.uploads.begin(copies, pages, place)
 
-    def _checkpoint(self, slot: int) -> tuple[Tensor, Sequence[Place]]:
-        """The bytes of a checkpoint, and where its tensors are in them."""
-        if self.stored is not None:
-            return self.stored.bytes_of(slot), self.stored.places
-        return self._states[slot], self._state_places
+    def _checkpoint(self, place: int) -> Tensor:
+        """The bytes of a checkpoint."""
+        return self.stored.bytes_of(place) if self.stored is not None else self._states[place]
+
+
+def _size(places: Sequence[Place]) -> int:
+    return sum(place.num_bytes for place in places)
 
 
 def _stored_places(layout: StoredLayout) -> tuple[Place, ...]:
@@ -374,7 +316,7 @@ def _sums(contents: Contents, places: Sequence[Place], *, of_page: bool) -> Iter
 
 def _on_host(contents: Contents, places: Sequence[Place]) -> Tensor:
     """Contents as a tensor: without a copy, where they could be written to."""
-    expected = sum(place.num_bytes for place in places)
+    expected = _size(places)
     if len(contents) != expected:
         raise OwnershipError(f"{len(contents)} bytes are to be written where {expected} belong")
     if not expected:  # a model without states

@@ -10,7 +10,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.memory.memory import CacheMemory
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
-from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release, serve
+from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, contents_of, key_of, release, serve
 from support.elastic import ONE, THREE, TWO, elastic, finish, held
 
 pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
@@ -59,7 +59,7 @@ def test_pages_that_stand_in_the_way_are_moved_together_and_nothing_is_evicted()
 
 def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
     cache, memory, private, shared = halves_of_pages()
-    contents, before = cache.memory.mover, (list(private.block_table), list(shared.block_table))
+    contents, before = contents_of(cache), (list(private.block_table), list(shared.block_table))
     assert isinstance(contents, Contents)
     contents.fails = True
     stats = held(cache)

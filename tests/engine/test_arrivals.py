@@ -280,7 +280,7 @@ def test_private_memory_is_freed_once_contents_are_there(
     pages, place, slot = allocator.allocate_pages(1), allocator.allocate_new_checkpoint(), allocator.allocate_state()
     assert tensors is not None and pages is not None and place is not None and slot is not None
     contents, checkpoint = bytes(tensors.read_page(pages[0])), bytes(tensors.read_checkpoint(place))
-    cache.memory.write(pages, [contents], place, checkpoint)
+    cache.memory.contents.write(pages, [contents], place, checkpoint)
     allocator.free_states([slot])
     assert cache.memory.uploads.are_pending, "it was another slot"
     if is_page:
@@ -370,9 +370,9 @@ def test_a_stored_checkpoint_that_arrives_is_moved_once_it_is_there(tiny: Engine
     engine, prompt = small(tiny, pages=60, state_dtype="int8", deterministic=False), ids(6 * GRID + 3)
     evicted(engine, prompt)
     lease, cache = begun(engine, prompt), engine.cache
-    place, store = cache.allocator.allocate_checkpoint(), cache.memory.store
+    place, store = cache.allocator.allocate_checkpoint(), cache.memory.contents
     node = cache.tree.peek(lease.key, len(prompt)).checkpoint
-    assert place is not None and store is not None and node is not None and node.slot is not None
+    assert place is not None and node is not None and node.slot is not None
     store.move_stored({node.slot: place})
     assert not cache.memory.uploads.are_pending
     cache.allocator.free_checkpoint(place)

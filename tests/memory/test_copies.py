@@ -217,7 +217,7 @@ def test_contents_arrive_as_they_were_read(monkeypatch: pytest.MonkeyPatch, stat
     memory = CacheMemory.for_spec(SPEC, 40_000, CPU, page_size=PAGE, state_dtype=state_dtype)
     tensors, pages, place = units_of(memory, 3)
     contents, checkpoint = random_contents(tensors, 3)
-    memory.write(pages, contents, place, checkpoint)
+    memory.contents.write(pages, contents, place, checkpoint)
     assert tensors.tokens["position"][pages[0]].eq(-1).all(), "it is not there yet"
     assert [bytes(tensors.read_page(page)) for page in pages] == contents
     assert bytes(tensors.read_checkpoint(place)) == checkpoint
@@ -419,7 +419,7 @@ def test_on_a_gpu_contents_arrive_while_it_computes(state_dtype: str) -> None:
         for _ in range(50):
             busy = (busy @ busy).clamp(-1, 1)
         tensors.kv[old] = 1
-        memory.write(pages[:8], contents, place, checkpoint)
+        memory.contents.write(pages[:8], contents, place, checkpoint)
         seen = []
         for layer in range(8):
             memory.uploads.wait(layer)

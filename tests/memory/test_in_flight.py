@@ -14,11 +14,11 @@ ACCESSES: dict[str, Callable[[CacheMemory, CacheTensors], Any]] = {
     "move_states": lambda memory, tensors: tensors.move_states({1: 2}),
     "read_page": lambda memory, tensors: tensors.read_page(1),
     "read_checkpoint": lambda memory, tensors: tensors.read_checkpoint(1),
-    "fetch_page": lambda memory, tensors: memory.fetch_page(1),
-    "fetch_checkpoint": lambda memory, tensors: memory.fetch_checkpoint(1),
+    "fetch_page": lambda memory, tensors: memory.contents.fetch_page(1),
+    "fetch_checkpoint": lambda memory, tensors: memory.contents.fetch_checkpoint(1),
     "write_page": lambda memory, tensors: tensors.write_page(1, tensors.read_page(2)),
     "write_checkpoint": lambda memory, tensors: tensors.write_checkpoint(1, tensors.read_checkpoint(2)),
-    "write": lambda memory, tensors: memory.write([1], [tensors.read_page(2)], 1, tensors.read_checkpoint(2)),
+    "write": lambda memory, tensors: memory.contents.write([1], [tensors.read_page(2)], 1, tensors.read_checkpoint(2)),
     "settled": lambda memory, tensors: memory.settled,
     "release": lambda memory, tensors: memory.release(),
 }
@@ -62,7 +62,7 @@ def test_so_does_who_packs_and_moves_stored_checkpoints(tiny: Engine, name: str)
     memory, under_way = made(tiny, "bfloat16"), Pass()
     assert memory.tensors is not None
     memory.in_flight.begin(under_way)
-    STORED[name](memory.tensors.stored)
+    STORED[name](memory.contents)
     assert under_way.ends == 1
 
 

@@ -14,8 +14,9 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError, AuditError, OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.memory.digests import Contents
-from hybrid.memory.memory import CacheMemory, Mover
+from hybrid.memory.contents import Mover
+from hybrid.memory.copies import Contents
+from hybrid.memory.memory import CacheMemory
 from hybrid.memory.tensors import CacheTensors
 from hybrid.models.attention import rings
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
@@ -167,14 +168,13 @@ def test_contents_of_another_size_are_refused() -> None:
 
 def test_a_checkpoint_that_is_stored_smaller_is_read_and_written_with_its_scales() -> None:
     tensors, rng = tensors_of(MEMORIES["stored smaller"]()), torch.Generator().manual_seed(2)
-    assert tensors.stored is not None
     randomize(tensors.state, 2, rng)
-    tensors.stored.store(2, 4)
-    tensors.stored.restore(4, 3)
+    tensors.store(2, 4)
+    tensors.restore(4, 3)
     tensors.write_checkpoint(5, tensors.read_checkpoint(4))
     for tensor in tensors.state.values():
         tensor[6].zero_()
-    tensors.stored.restore(5, 6)
+    tensors.restore(5, 6)
     assert contents(tensors.state, 6) == contents(tensors.state, 3)
     assert contents(tensors.state, 6)["history"] == contents(tensors.state, 2)["history"], "ids are never rounded"
 

@@ -13,6 +13,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.key import Key
+from hybrid.memory.contents import GivenContents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Inserted, Kind, Match, Node, Released
@@ -178,7 +179,7 @@ Content = tuple[str, tuple[int, ...]]
 
 
 class Contents:
-    """The contents of the units of a memory, and the mover and store of them: a `Mover` and a `CheckpointStore`.
+    """The contents of the units of a memory, and the mover and store of them.
 
     Args:
         checkpoint_bytes: of a stored checkpoint.
@@ -218,7 +219,7 @@ class Contents:
     def move_stored(self, moves: dict[int, int]) -> None:
         self._move(self.stored, moves)
 
-    # As a `ContentWriter`: contents are named by a number of 4 bytes.
+    # To be read and written: contents are named by a number of 4 bytes.
 
     def page_layout(self) -> str:
         return "what a test says"
@@ -270,8 +271,7 @@ class Memory:
 
     def __init__(self, cache: HybridCache) -> None:
         self.cache = cache
-        mover = cache.memory.mover
-        contents = mover if isinstance(mover, Contents) else Contents()
+        contents = contents_of(cache) if isinstance(cache.memory.contents, GivenContents) else Contents()
         self.pages, self.states = contents.pages, contents.states
         self._stored = contents.stored if cache.memory.stores_smaller else None
 
@@ -412,7 +412,9 @@ class RandomWorkload:
         lease = self.cache.fork(own)
         self.cache.audit()
         if lease is not None:
-            if self.cache.memory.mover is not None:  # what it moves is not where it was; here it is copied
+            if isinstance(
+                self.cache.memory.contents, GivenContents
+            ):  # what it moves is not where it was; here it is copied
                 memory.states[own.front] = memory.states[lease.front]
                 memory.pages |= {
                     a: memory.pages[b] for a, b in zip(own.private_pages, lease.private_pages, strict=False)
@@ -444,8 +446,8 @@ class RandomWorkload:
 
 def contents_of(cache: HybridCache) -> Contents:
     """The contents of a cache whose memory has some."""
-    assert isinstance(cache.memory.mover, Contents)
-    return cache.memory.mover
+    assert isinstance(cache.memory.contents, GivenContents) and isinstance(cache.memory.contents.mover, Contents)
+    return cache.memory.contents.mover
 
 
 def compute(cache: HybridCache, text: str, namespace: str = "") -> Key:
