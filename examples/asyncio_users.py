@@ -34,11 +34,7 @@ async def main() -> None:
     parser.add_argument("--users", type=int, default=8, help="number of users (default: 8)")
     args = parser.parse_args()
 
-    engine = hybrid.AsyncEngine.from_pretrained(
-        args.model,
-        cache=hybrid.CacheConfig(memory="64MiB"),
-        config=hybrid.EngineConfig(max_waiting=16),  # more users than this wait at the door, by turns
-    )
+    engine = hybrid.AsyncEngine.from_pretrained(args.model, cache=hybrid.CacheConfig(memory="64MiB"))
     async with engine:
         await engine.generate(DOCUMENT, hybrid.SamplingParams(max_new_tokens=1))  # known before the first user asks
         users = [asyncio.create_task(user(engine, number)) for number in range(args.users)]

@@ -54,7 +54,7 @@ class EngineConfig:
         max_num_seqs: number of requests that run at once, at most.
         max_num_batched_tokens: number of tokens computed in one step, at most.
         max_waiting: number of requests that wait while as many run as can (`max_num_seqs`), at most; another one is
-            refused with `QueueFullError`. None: no limit.
+            refused with `QueueFullError`, by an `AsyncEngine` if it is to refuse (`when_full`). None: no limit.
         max_model_len: number of tokens of a prompt and its answer, at most; None: what the model takes.
         adapter_memory: bytes of all LoRA adapters together, at most, as "256MiB" or a number; they come on top of the
             cache's memory. None: no limit.

@@ -513,8 +513,11 @@ class Engine:
         of `add_request`; the id is one of `new_id`."""
         return self._request_builder.request(request_id, prompt, params, namespace, self._outputs)
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request, *, has_room: bool = False) -> None:
         """Queue a request that was prepared.
+
+        Args:
+            has_room: the limits of what waits were looked at when it was asked.
 
         Raises:
             ArgumentError: its adapter was dropped meanwhile.
@@ -525,7 +528,7 @@ class Engine:
         adapter = request.params.adapter
         if adapter is not None and self.adapters.named(adapter) is not request.adapter:
             raise ArgumentError(f"the adapter {adapter!r} was replaced while the prompt was encoded; send it again")
-        self._steps.enter([request])
+        self._steps.enter([request], has_room=has_room)
 
     def predict(self, request: Request) -> Explanation:
         """The hit that a request which was entered would have if it started now, copies in tiers aside. Changes

@@ -166,19 +166,18 @@ class StepLoop(ABC):
             speculation=scheduler.drafting.stats if scheduler.drafting is not None else {},
         )
 
-    def enter(self, requests: list[Request]) -> None:
+    def enter(self, requests: list[Request], *, has_room: bool = False) -> None:
         """Queue requests: all, or none.
+
+        Args:
+            has_room: the limits of what waits are not looked at.
 
         Raises:
             QueueFullError: more than may wait.
             ClosedError: a signal handler has closed the engine meanwhile.
         """
-        room = self._scheduler.room
-        if room is not None and len(requests) > room:
-            raise queue_full(self._scheduler.waiting.num_requests, len(requests), self._config)
-        for tenant, num_more in Counter(request.tenant for request in requests).items():
-            if (refusal := tenant_full(tenant, self.num_requests_of[tenant] + num_more, self._config)) is not None:
-                raise refusal
+        if not has_room:
+            self._check_room(requests)
         with deferred():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")
@@ -193,6 +192,14 @@ class StepLoop(ABC):
                     self._discard(request)
                 self._reset_if_inconsistent(error)
                 raise
+
+    def _check_room(self, requests: list[Request]) -> None:
+        room = self._scheduler.room
+        if room is not None and len(requests) > room:
+            raise queue_full(self._scheduler.waiting.num_requests, len(requests), self._config)
+        for tenant, num_more in Counter(request.tenant for request in requests).items():
+            if (refusal := tenant_full(tenant, self.num_requests_of[tenant] + num_more, self._config)) is not None:
+                raise refusal
 
     def _remove(self, request_id: str) -> Request | None:
         """Count a request no more that has ended, or could not be queued. None: there is none."""

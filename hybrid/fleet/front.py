@@ -39,7 +39,7 @@ from hybrid.models.loading import open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.answer_parser import tools_of
 from hybrid.prompts.encode import Prompt, as_prompts, load_tokenizer
-from hybrid.serve.admission import Passed
+from hybrid.serve.inbox import OutputCallback
 from hybrid.server.app import Endpoint, make_app
 from hybrid.server.call import Call, Receive, Scope, Send
 from hybrid.server.errors import HttpError
@@ -207,7 +207,7 @@ class FleetStream(AsyncIterator[RequestOutput]):
                 self._end()
             return self._latest
 
-    async def pass_on(self, function: Passed) -> RequestOutput | None:
+    async def pass_on(self, function: OutputCallback) -> RequestOutput | None:
         """Wait for the last output, and have a function take all others, as `OutputStream.pass_on` does."""
         async for output in self:
             if output.finish_reason is not None:

@@ -23,11 +23,11 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import ArgumentError
 from hybrid.hints import Hints
-from hybrid.interrupts import deferred
 from hybrid.key import MAX_NAMESPACE_CHARACTERS, check_namespace
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt, num_bytes
-from hybrid.serve.admission import Inbox, Passed, PendingPrompt
+from hybrid.serve.encoding import PendingPrompt
 from hybrid.serve.engine_thread import EngineThread
+from hybrid.serve.inbox import Inbox, OutputCallback
 from hybrid.speculation.config import SpeculationConfig
 
 
@@ -104,7 +104,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             self._end()
         return output
 
-    async def pass_on(self, function: Passed) -> RequestOutput | None:
+    async def pass_on(self, function: OutputCallback) -> RequestOutput | None:
         """Wait for the last output, and have a function take all others as they come. It is called in the event loop,
         and not in this task, so that none is woken for each token. Where it returns something to wait for, outputs that
         come meanwhile are one.
@@ -119,7 +119,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if self._inbox is None:
             self._thread.ask([self.begin()])
             assert self._inbox is not None
-        self._inbox.passed = function
+        self._inbox.callback = function
         try:
             async for output in self:
                 if output.finish_reason is not None:
@@ -131,7 +131,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             self.abort()
             raise
         finally:
-            self._inbox.passed = None
+            self._inbox.callback = None
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended."""
@@ -139,11 +139,10 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def abort(self) -> None:
         """Abort the request as `aclose` does, for callers that cannot wait."""
-        with deferred():
-            if not self._has_ended and self._inbox is not None:
-                self._thread.forget(self._inbox)
-                self._inbox.close()
-            self._end()
+        if not self._has_ended and self._inbox is not None:
+            self._thread.forget(self._inbox)
+            self._inbox.close()
+        self._end()
 
     def _end(self) -> None:
         self._has_ended = True
@@ -189,7 +188,7 @@ class AsyncEngine:
     Args:
         engine: that nothing else uses from now on.
         when_full: what a prompt does that finds `EngineConfig.max_waiting` requests waiting, and as many running as
-            can: "wait" until there is room, by turns between tenants, or "refuse": `QueueFullError`.
+            can: "wait" with them, however many they are, by turns between tenants; or "refuse": `QueueFullError`.
 
     Raises:
         ArgumentError: `when_full` is neither.
@@ -399,7 +398,8 @@ class AsyncEngine:
         await self._thread.call(lambda engine: self._thread.abort(request_id))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Run a function with the engine in its thread, between two steps: to pin, to audit, to clear.
+        """Run a function with the engine in its thread, between two steps: to pin, to audit, to clear. It is not run
+        if the task is cancelled before.
 
             pin = await engine.call(lambda own: own.pin(prompt, ttl=60.0))
 
@@ -411,7 +411,7 @@ class AsyncEngine:
         return result
 
     def stats(self) -> EngineStats:
-        """Return the stats of the engine; prompts that wait until the engine takes them count as waiting."""
+        """Return the stats of the engine; prompts that are being encoded count as waiting."""
         return self._thread.stats()
 
     @property

@@ -19,8 +19,8 @@ from hybrid.errors import ClosedError, SamplingError
 from hybrid.prompts.answer_parser import template_of
 from hybrid.prompts.encode import BYTES_PER_TOKEN, Prompt
 from hybrid.prompts.thinking import Thinking
-from hybrid.serve.admission import Passed
 from hybrid.serve.async_engine import AsyncEngine, OutputStream
+from hybrid.serve.inbox import OutputCallback
 from hybrid.server.adapter_folder import AdapterFolder
 from hybrid.server.body import MAX_VALUES, TooManyValuesError
 from hybrid.server.call import Call
@@ -424,7 +424,7 @@ class CallReader:
         self.failure = HttpError(504, f"the request took more than {seconds:g} seconds, which is this server's limit")
         self.abort()
 
-    async def last(self, at: int, stream: OutputStream, passed: Passed | None = None) -> RequestOutput:
+    async def last(self, at: int, stream: OutputStream, passed: OutputCallback | None = None) -> RequestOutput:
         """The last output of a prompt.
 
         Args:

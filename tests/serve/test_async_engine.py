@@ -4,15 +4,12 @@ import asyncio
 import gc
 import itertools
 import random
-import signal
-import sys
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -36,9 +33,7 @@ from hybrid import (
 )
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
-from hybrid.serve.admission import Inbox
 from support.engines import answer, engine_on, greedy, ids
-from support.planted import Planted, PlantedError
 from support.scheduling import VOCAB, Counting, Known, engine_without_model
 
 
@@ -273,17 +268,17 @@ def test_a_cancelled_task_aborts_its_request(where: str) -> None:
     run(test)
 
 
-def test_a_task_that_is_cancelled_before_its_request_was_taken_leaves_nothing() -> None:
+def test_a_task_that_is_cancelled_while_its_request_waits_leaves_nothing() -> None:
     async def test() -> None:
         async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
             tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 300)) for n in range(6)]
-            while engine.engine.stats().waiting == 0 or engine.stats().waiting != 5:  # one of them in the engine
+            while engine.engine.stats().waiting != 5:
                 await asyncio.sleep(0.001)
             for task in tasks[1:]:
                 task.cancel()
             await asyncio.gather(*tasks[1:], return_exceptions=True)
             assert (await tasks[0]).token_ids == expected(ids(20), 300)
-            assert engine.stats().finished == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+            assert engine.stats().finished == {"stop": 0, "length": 1, "abort": 5, "error": 0}
 
     run(test)
 
@@ -317,14 +312,8 @@ def test_a_request_is_aborted_by_its_id() -> None:
             first = asyncio.create_task(read(engine, ids(20), 900, request_id="first"))
             await until_running(engine, 1)
             second = asyncio.create_task(read(engine, ids(20), 900, request_id="second"))
-            third = asyncio.create_task(read(engine, ids(20), 900, request_id="third"))
-            while engine.stats().waiting != 2:
+            while engine.engine.stats().waiting != 1:
                 await asyncio.sleep(0.001)
-            while await engine.call(lambda own: own.scheduler.waiting.num_requests) != 1:  # the second is encoded
-                await asyncio.sleep(0.001)
-            await engine.abort("third")
-            with pytest.raises(RequestError, match="third was aborted before the engine took it"):
-                await third
             await engine.abort("first")
             await engine.abort("second")
             assert (await first).finish_reason == (await second).finish_reason == "abort"
@@ -360,7 +349,7 @@ def test_an_id_can_be_used_again_when_its_request_was_given_up() -> None:
 # Back-pressure
 
 
-def test_prompts_wait_for_room_by_turns_between_namespaces() -> None:
+def test_prompts_wait_by_turns_between_namespaces_however_many_there_are() -> None:
     async def test() -> None:
         async with echoing(max_num_seqs=1, max_waiting=1) as engine:
             ended: list[str] = []
@@ -440,21 +429,27 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
         async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
             tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 900)) for n in range(4)]
             await until_running(engine, 1)
-            while engine.stats().waiting != 3 or engine.engine.scheduler.waiting.num_requests != 1:
+            while engine.engine.stats().waiting != 3:
+                await asyncio.sleep(0.001)
+            let_go = threading.Event()
+            engine.engine.prepare = lambda *arguments: let_go.wait(20)  # type: ignore[method-assign,assignment,return-value]
+            tasks.append(asyncio.create_task(read(engine, ids(20), 900)))
+            while engine.stats().waiting != 4:
                 await asyncio.sleep(0.001)
             await engine.close()
+            let_go.set()
             await engine.close()
             assert not engine.is_running
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             reasons = [end.finish_reason if isinstance(end, RequestOutput) else type(end) for end in ends]
-            assert reasons == ["abort", "abort", ClosedError, ClosedError]
+            assert reasons == [*["abort"] * 4, ClosedError]
             assert (engine.stats().waiting, engine.stats().running) == (0, 0)
             for call in (engine.generate([ids(9)]), engine.call(len), engine.abort("x")):  # type: ignore[arg-type]
                 with pytest.raises(ClosedError, match="was closed"):
                     await call
             with pytest.raises(ClosedError):
                 await anext(engine.stream(ids(9)))
-            assert engine.stats().finished["abort"] == 2
+            assert engine.stats().finished["abort"] == 4
 
     with pytest.raises(ClosedError):  # `echoing` looks at it once more
         run(test)
@@ -482,131 +477,60 @@ def test_a_thread_that_dies_ends_all_with_an_error() -> None:
     run(test)
 
 
-def num_lines(test: Callable[[Planted], Coroutine[Any, Any, None]]) -> int:
-    """Run a test with an exception at every third line of the thread; the number of those that it runs."""
-    line, planted = -2, Planted(0)
-    while line < 0 or planted.was_raised:
-        line += 3
-        planted = Planted(line, "serve", spares_locks=True)
-        run(partial(test, planted))
-    return line
-
-
-@pytest.mark.usefixtures("untraced")
-def test_whatever_line_of_the_thread_raises_one_prompt_or_call_ends_with_it() -> None:
-    async def test(planted: Planted) -> None:
-        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
-        with suppress(PlantedError):
-            await engine.call(lambda own: sys.settrace(planted))
-        asked = [read(engine, ids(20, seed), 3) for seed in range(4)]
-        calls = [engine.call(lambda own: own.cache.audit()) for _ in range(2)]
-        dropped = engine.stream(ids(20, 9), greedy(900))
-        with suppress(PlantedError):
-            await anext(dropped)
-        await dropped.aclose()
-        found = await asyncio.gather(*asked, *calls, return_exceptions=True)
-        assert sum(isinstance(one, PlantedError) for one in found) <= 1, found
-        for one in found:
-            assert isinstance(one, RequestOutput | PlantedError | None), repr(one)
-        with suppress(PlantedError):
-            await engine.call(lambda own: sys.settrace(None))
-        await nothing_held(engine)
-        assert (await read(engine, ids(20), 3)).token_ids == expected(ids(20), 3)
-        await engine.close()
-
-    assert num_lines(test) > 300
-
-
-@pytest.mark.usefixtures("untraced")
-def test_whatever_line_of_the_thread_raises_it_can_be_closed() -> None:
-    async def test(planted: Planted) -> None:
-        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
-        asked = [asyncio.create_task(read(engine, ids(20, seed), 900)) for seed in range(2)]
-        await until_running(engine, 2)
-        with suppress(PlantedError):
-            await engine.call(lambda own: sys.settrace(planted))
-        await engine.close()
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(found, RequestOutput | PlantedError | ClosedError), repr(found)
-        with pytest.raises(ClosedError):
-            await engine.call(len)  # type: ignore[arg-type]
-
-    assert num_lines(test) > 30
-
-
-def ring() -> None:
-    signal.raise_signal(signal.SIGALRM)
-
-
-@pytest.mark.usefixtures("untraced")
-def test_a_signal_at_any_line_of_the_event_loop_ends_every_reader_and_every_call() -> None:
-    """An event loop drops what a handler raises in a callback, and what the callback had still to do."""
-
-    def handle(number: int, frame: object) -> None:
-        raise PlantedError
-
-    async def test(planted: Planted) -> None:
-        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
-        asked = [read(engine, ids(20, seed), 3) for seed in range(4)]
-        calls = [engine.call(lambda own: own.cache.audit()) for _ in range(3)]
-        with planted.traced():
-            found = await asyncio.gather(*asked, *calls, return_exceptions=True)
-        for output in found:
-            assert isinstance(output, RequestOutput | PlantedError | None), repr(output)
-        await nothing_held(engine)
-        assert (await read(engine, ids(20), 3)).token_ids == expected(ids(20), 3)
-        await engine.close()
-
-    line, planted, before = -1, Planted(0), signal.signal(signal.SIGALRM, handle)
-    try:
-        while line < 0 or planted.was_raised:
-            line += 2
-            planted = Planted(line, "serve", rings=ring, spares_locks=True)
-            with suppress(PlantedError):  # a handler may run in the event loop's own lines
-                run(partial(test, planted))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert line > 100
-
-
-def test_a_callback_that_the_event_loop_drops_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drops one when a signal's handler raises in its own lines."""
-
+@pytest.mark.parametrize("name", ["new_id", "prepare", "enter", "predict"])
+def test_what_raises_for_one_prompt_ends_that_prompt_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        loop, calls = asyncio.get_running_loop(), itertools.count()
-        schedule = loop.call_soon_threadsafe
-
-        def schedule_or_drop(callback: Callable[..., object], *arguments: Any, context: Any = None) -> asyncio.Handle:
-            if next(calls) % 2 == 0:
-                return asyncio.Handle(callback, arguments, loop)
-            return schedule(callback, *arguments, context=context)
-
         async with echoing(seconds=0.001) as engine:
-            with monkeypatch.context() as patched:
-                patched.setattr(loop, "call_soon_threadsafe", schedule_or_drop)
-                outputs = await asyncio.gather(*(read(engine, ids(20, seed), 4) for seed in range(4)))
-                assert await engine.call(lambda own: own.cache.audit()) is None
-            assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 4) for seed in range(4)]
-            assert next(calls) > 4
+            call, calls = getattr(engine.engine, name), itertools.count()
+
+            def broken(*arguments: Any, **more: Any) -> Any:
+                if next(calls) == 2:
+                    raise MemoryError("no memory for a list")
+                return call(*arguments, **more)
+
+            monkeypatch.setattr(engine.engine, name, broken)
+            asked = [asyncio.create_task(engine.submit(ids(20, seed), greedy(4))) for seed in range(5)]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(one) for one in found if not isinstance(one, OutputStream)] == [MemoryError]
+            for seed, stream in enumerate(found):
+                if isinstance(stream, OutputStream):
+                    assert [output async for output in stream][-1].token_ids == expected(ids(20, seed), 4)
 
     run(test)
 
 
-def test_a_reader_that_cannot_be_woken_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_raises_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        wake, calls = Inbox.wake, []
+        async with echoing(seconds=0.001) as engine:
+            stream, abort, calls = engine.stream(ids(20), greedy(40)), engine.engine.abort, itertools.count()
+            await anext(stream)
 
-        def broken(inbox: Inbox) -> None:
-            calls.append(inbox)
-            if len(calls) in (1, 2, 6):
-                raise MemoryError("no memory for a callback")
-            wake(inbox)
+            def broken(request_id: str) -> None:
+                abort(request_id)
+                if next(calls) == 0:
+                    raise MemoryError("no memory for a list")
 
+            monkeypatch.setattr(engine.engine, "abort", broken)
+            await stream.aclose()
+            assert (await read(engine, ids(20), 5)).token_ids == expected(ids(20), 5)
+            assert next(calls) == 1
+
+    run(test)
+
+
+def test_a_call_whose_caller_is_cancelled_before_is_not_made() -> None:
+    async def test() -> None:
         async with echoing() as engine:
-            monkeypatch.setattr(Inbox, "wake", broken)
-            outputs = await engine.generate([ids(20, seed) for seed in range(4)], greedy(1))
-            assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 1) for seed in range(4)]
-            assert len(calls) > 6
+            until, made = threading.Event(), []
+            held = asyncio.create_task(engine.call(lambda own: until.wait(20)))
+            late = asyncio.create_task(engine.call(made.append))
+            await asyncio.sleep(0.01)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            until.set()
+            assert await held
+            assert await engine.call(lambda own: made == [])
 
     run(test)
 
