@@ -241,7 +241,7 @@ class CacheMemory:
             self.states.reset()
 
     def are_finite(self, pages: Iterable[Contents], checkpoint: Contents | None) -> bool:
-        """Tell whether contents that are to be written hold no NaN and no infinity; where they cannot be told from
+        """Tell whether contents that are to be written hold no NaN and no infinity; where they cannot be separated from
         others they are believed, and so are those that are on their way to the host, which does not wait for them."""
         has_arrived = self.downloads.has_arrived
         is_there = checkpoint is not None and has_arrived(checkpoint)
