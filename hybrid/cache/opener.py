@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 
 from hybrid.cache.allocator import Allocator
-from hybrid.cache.explain import explain
+from hybrid.cache.explain import explain, not_started
 from hybrid.cache.lease import Lease
 from hybrid.checks import MAX_INT, count, integer, shown, text
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key, check_key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Match
+from hybrid.tree.node import Match, PrefixHistory
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div
 
@@ -27,13 +27,12 @@ class Opener:
 
     Attributes:
         leases: those that are open.
-        page_size: tokens per page.
+        tree: as given.
     """
 
     def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
         self.leases: set[Lease] = set()
-        self.page_size: int = tree.page_size
-        self._tree = tree
+        self.tree: Tree = tree
         self._memory = memory
         self._allocator = allocator
 
@@ -46,33 +45,35 @@ class Opener:
         priority = integer("open: priority", priority, -MAX_INT)
         if tenant is not None:
             text("open: tenant", tenant)
-        held = self.hold(key, limit, num_tokens)
-        if held is None:
+        found = self.tree.peek(key, limit)
+        past = self.tree.recall(key, found, limit)
+        lease = self.hold(key, found, num_tokens)
+        if lease is None:
             return None
-        lease, found = held
+        found = found._replace(deepest=lease.shared_node)  # what follows the match may have been evicted
+        lease.explanation = explain(self.tree, key, limit, found, past)
         lease.priority, lease.tenant = priority, tenant
         try:
-            self._use(lease, key, limit, found)
+            self._use(lease, limit, found, past)
         except BaseException:
             self.close(lease)
             raise
         return lease
 
-    def hold(self, key: Key, limit: int, num_tokens: int) -> tuple[Lease, Match] | None:
-        """Open without counting it as a request: the policy learns nothing of it."""
-        found = self._tree.peek(key, limit)
-        lease = self._lease(key, limit, found)
+    def hold(self, key: Key, found: Match, num_tokens: int) -> Lease | None:
+        """Open with what was found without counting it as a request: the policy learns nothing of it. None if there is
+        no memory for it."""
+        lease = self._lease(key, found)
         self.leases.add(lease)
         opened = False
         try:
             if found.deepest is not None:
-                lease.page_lock = self._tree.lock_match(found)
+                lease.page_lock = self.tree.lock_match(found)
                 self._allocator.share(lease)
-                found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
                 lease.state_lock, lease.read_slot = self._allocator.lock_state(found.checkpoint), found.checkpoint.slot
-            num_pages = ceil_div(num_tokens, self._tree.page_size) - lease.num_shared
+            num_pages = ceil_div(num_tokens, self.tree.page_size) - lease.num_shared
             allocated = self._allocator.allocate_request(max(0, num_pages))
             if allocated is not None:
                 opened = True
@@ -84,13 +85,13 @@ class Opener:
             self.close(lease)
             raise
         if opened:
-            return lease, found
+            return lease
         self.close(lease)
         return None
 
     def resume(self, lease: Lease, num_tokens: int) -> None:
         """Have a lease that has computed nothing yet resume from a deeper checkpoint, which the tree has meanwhile."""
-        node = self._tree.peek(lease.key, num_tokens).checkpoint
+        node = self.tree.peek(lease.key, num_tokens).checkpoint
         assert node is not None and node.slot is not None and node.end == num_tokens
         former, lease.state_lock = lease.state_lock, self._allocator.lock_state(node)
         lease.read_slot, lease.front_tokens, lease.num_hit_tokens = node.slot, num_tokens, num_tokens
@@ -121,7 +122,7 @@ class Opener:
         """Give back everything that a lease holds, which must be open."""
         self.leases.remove(lease)
         if lease.front_tokens >= lease.num_input:
-            self._tree.ended(lease.path, lease.front_tokens - lease.num_input)
+            self.tree.ended(lease.path, lease.front_tokens - lease.num_input)
         if lease.restoring is not None:
             lease.restoring.drop()
             lease.restoring = None
@@ -137,7 +138,7 @@ class Opener:
         lease.captured = []
         lease.front, lease.back = EMPTY_STATE, None
 
-    def _lease(self, key: Key, limit: int, found: Match) -> Lease:
+    def _lease(self, key: Key, found: Match) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
         return Lease(
             key=key,
@@ -147,20 +148,20 @@ class Opener:
             front_tokens=found.num_tokens,
             num_hit_tokens=found.num_tokens,
             branching_len=found.branching_len,
-            explanation=explain(self._tree, key, limit, found),
-            block_table=self._tree.pages(found.deepest, found.num_page_tokens),
-            num_shared=found.num_page_tokens // self._tree.page_size,
+            explanation=not_started(len(key)),
+            block_table=self.tree.pages(found.deepest, found.num_page_tokens),
+            num_shared=found.num_page_tokens // self.tree.page_size,
             page_lock=None,
             state_lock=None,
         )
 
-    def _use(self, lease: Lease, key: Key, limit: int, found: Match) -> None:
-        """Count the use of what was found, and look up what was once known."""
-        self._tree.touch(found)
-        past = self._tree.recall(key, found, limit)
-        lease.turn, lease.lost, lease.hashes, lease.path = past.turn, past.gone, past.hashes, past.path
+    def _use(self, lease: Lease, limit: int, found: Match, past: PrefixHistory) -> None:
+        """Count the use of what was found, and of what is gone."""
+        self.tree.touch(found)
+        lease.turn, lease.lost, lease.hashes = past.turn, past.gone, past.hashes
+        lease.path = self.tree.report_misses(found, past, limit)
         lease.num_input = limit + 1
-        known = key.whole(past.num_tokens, self._tree.grid)
+        known = lease.key.whole(past.num_tokens, self.tree.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages were evicted, but it was here
 

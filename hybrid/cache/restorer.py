@@ -73,10 +73,10 @@ class Restorer:
         Returns:
             What became of it, and how many pages were written.
         """
-        held = self._opener.hold(boundary.key, boundary.num_tokens, boundary.num_tokens)
-        if held is None:
+        found = self._opener.tree.peek(boundary.key, boundary.num_tokens)
+        lease = self._opener.hold(boundary.key, found, boundary.num_tokens)
+        if lease is None:
             return RestoreOutcome.NO_MEMORY, 0
-        lease, _ = held
         try:
             missing = len(lease.private_pages)
             if lease.front_tokens == boundary.num_tokens:
@@ -97,7 +97,7 @@ class Restorer:
         checkpoint, if all of it is finite. On a GPU contents are on their way then (`hybrid.memory.copies`). Otherwise
         the lease is as it was, but for contents of its private pages, which it has not computed yet.
         """
-        page_size = self._opener.page_size
+        page_size = self._opener.tree.page_size
         end = boundary.num_tokens // page_size
         num_missing = end - lease.num_shared
         if num_missing > len(boundary.pages):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import explain
+from hybrid.cache.explain import explain_now
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
@@ -201,8 +201,8 @@ class Restores:
             return
         if restored.num_tokens:
             self._opener.resume(lease, lease.num_hit_tokens + restored.num_tokens)
-        key, limit = lease.key, restoring.limit
-        lease.explanation = replace(explain(self._tree, key, limit, self._tree.peek(key, limit)), restored=restored)
+            lease.explanation = explain_now(self._tree, lease.key, restoring.limit)
+        lease.explanation = replace(lease.explanation, restored=restored)
 
     def _restored(self, lease: Lease, restoring: Restoring, candidate: Candidate) -> Restored:
         """Write what was read.

@@ -252,7 +252,8 @@ class OwnCache:
         tree.use_clock(None if seconds is None else lambda: seconds)
         tree.touch(found)
         past = tree.recall(key, found, num_input - 1)
-        running.turn, running.lost, running.hashes, running.path = past.turn, past.gone, past.hashes, past.path
+        running.turn, running.lost, running.hashes = past.turn, past.gone, past.hashes
+        running.path = tree.report_misses(found, past, num_input - 1)
         known = past.num_tokens // GRID * GRID
         branch = known if known > max(found.num_tokens, found.branching_len or 0) else found.branching_len
         wanted = placement.of_prompt(

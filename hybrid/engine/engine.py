@@ -18,7 +18,7 @@ from tqdm import tqdm
 from hybrid.cache.archives import Only
 from hybrid.cache.cache import HybridCache, refuse_copy
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.explain import Explanation, explain_now
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
@@ -45,7 +45,6 @@ from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.hints import Hints
-from hybrid.key import Key
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import Archive, read_archive
@@ -533,7 +532,7 @@ class Engine:
     def predict(self, request: Request) -> Explanation:
         """The hit that a request which was entered would have if it started now, copies in tiers aside. Changes
         nothing."""
-        return self._explain(request.key(), self.scheduler.cacheable(request))
+        return explain_now(self.cache.tree, request.key(), self.scheduler.cacheable(request))
 
     def step(self) -> list[RequestOutput]:
         """Run one step: a token for every request that decodes, and a share of the prompts.
@@ -706,10 +705,7 @@ class Engine:
         """The hit that a prompt would have now, and why it would not be longer. Changes nothing."""
         self._claim()
         key = self._request_builder.key(prompt, namespace or "", adapter)
-        return self._explain(key, len(key) - 1)
-
-    def _explain(self, key: Key, limit: int) -> Explanation:
-        return explain(self.cache.tree, key, limit, self.cache.tree.peek(key, limit))
+        return explain_now(self.cache.tree, key, len(key) - 1)
 
     def save(
         self,

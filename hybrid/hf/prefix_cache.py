@@ -28,7 +28,7 @@ from transformers import GenerationMixin
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import DEFAULT_PLACEMENT, CacheConfig
-from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.explain import Explanation, explain_now
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
@@ -428,7 +428,7 @@ class PrefixCache:
         with self._bookkeeping():
             ids, key = self._key(input_ids, self._key_space(namespace))
             limit = len(ids) - 1 if self._segments is None else self._segments.prompt_end(ids, key)
-            return explain(self.cache.tree, key, limit, self.cache.tree.peek(key, limit))
+            return explain_now(self.cache.tree, key, limit)
 
     def pin(self, input_ids: Tensor, ttl: float = float("inf"), namespace: str = "") -> Pin | None:
         """Protect the usable prefix of a prompt, `[1, tokens]`, from eviction; see `HybridCache.pin`."""

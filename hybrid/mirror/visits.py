@@ -78,6 +78,7 @@ class Visits:
             return self._tree.peek(key, limit), history.num_tokens
         found = self._tree.match(key, limit)
         history = self._histories[rid] = self._tree.recall(key, found, limit)
+        self._tree.report_misses(found, history, limit)
         if len(self._histories) > MAX_VISITS:
             del self._histories[next(iter(self._histories))]
         return found, history.num_tokens
@@ -166,6 +167,7 @@ class Visits:
             return PLAIN
         found = self._tree.peek(key, len(key))
         history = self._tree.recall(key, found, len(key))
+        self._tree.report_misses(found, history, len(key))
         kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END
         return StateOrigin(kind, history.turn, history.gone.get(len(key)), history.hashes)
 

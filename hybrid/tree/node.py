@@ -330,17 +330,19 @@ class PrefixHistory(NamedTuple):
 
     Attributes:
         num_tokens: length of the known prefix, at least the page hit.
+        was_evicted: what follows the page hit was cached, and has been evicted.
         turn: number of turn ends on the path before the key's own.
         gone: usage of the evicted checkpoints beyond the usable hit, by their number of tokens.
         hashes: of the key beyond the page hit, where they were needed.
-        path: of the request (`hybrid.tree.paths.Path`); None: there is no clock.
+        nearest: usage of the deepest checkpoint that is or was on the path; None: there was none.
     """
 
     num_tokens: int
+    was_evicted: bool
     turn: int
     gone: dict[int, NodeUsage]
     hashes: KeyHashes | None
-    path: Any = None
+    nearest: NodeUsage | None
 
 
 class Checkpoint(NamedTuple):

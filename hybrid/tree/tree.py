@@ -313,48 +313,54 @@ class Tree:
         )
 
     def recall(self, key: Key, match: Match, limit: int) -> PrefixHistory:
-        """Tell how much of the first `limit` tokens of a key the tree has had, right after the match.
-
-        Reports to the policy every use that the request would have made of a checkpoint that was evicted.
-        """
-        known, gone, hashes = self._beyond(key, match, limit)
-        if self.guard is not None and self.guard.requested(self.candidates.now, match, gone, limit):
-            self.candidates.rank_by_lru(self.guard.is_on, self.nodes())
-        for usage, num_tokens in gone:
-            self.candidates.missed(usage, num_tokens)
-        nearest = gone[-1][0] if gone else None  # of the deepest checkpoint that is or was on the way
+        """Tell how much of the first `limit` tokens of a key the tree has had, right after the match. Changes
+        nothing."""
+        page_hit = match.num_page_tokens
+        following = (page_hit // self.grid + 1) * self.grid
+        known, evicted, hashes = self.ghosts.follow(key, match.deepest, page_hit, max(limit, following))
+        was_evicted = known > page_hit
+        if known > limit:
+            known, evicted = page_hit, []
+        gone = {num_tokens: usage for usage, num_tokens in evicted}
+        nearest = evicted[-1][0] if evicted else None  # of the deepest checkpoint that is or was on the way
         node = match.deepest
         while node is not None and node is not match.checkpoint:
-            if (node.slot is not None or node.lost_checkpoint) and node.end <= match.num_page_tokens:
+            if (node.slot is not None or node.lost_checkpoint) and node.end <= page_hit:
                 nearest = nearest or node.usage
                 if node.slot is None:
-                    self.candidates.missed(node.usage, node.end)
-                    gone.append((node.usage, node.end))
+                    gone[node.end] = node.usage
             node = node.parent
         if nearest is None and match.checkpoint is not None:
             nearest = match.checkpoint.usage
         turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
-        path, rhythm = None, self.candidates.rhythm
-        if rhythm is not None and self.candidates.clock is not None:
-            path = rhythm.began(nearest.path if nearest is not None and nearest.kind in ENDS else None)
-        return PrefixHistory(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes, path)
+        return PrefixHistory(known, was_evicted, turn, gone, hashes, nearest)
+
+    def report_misses(self, match: Match, past: PrefixHistory, limit: int) -> Path | None:
+        """Report to the policy every use that a request would have made of a checkpoint that was evicted, once its
+        match was counted.
+
+        Returns:
+            What a policy knows the request by that learns when paths are continued; None if times are not known.
+        """
+        if self.guard is not None:
+            evicted = [(usage, end) for end, usage in past.gone.items() if end > match.num_page_tokens]
+            if self.guard.requested(self.candidates.now, match, evicted, limit):
+                self.candidates.rank_by_lru(self.guard.is_on, self.nodes())
+        for num_tokens, usage in past.gone.items():
+            self.candidates.missed(usage, num_tokens)
+        nearest, rhythm = past.nearest, self.candidates.rhythm
+        if rhythm is None or self.candidates.clock is None:
+            return None
+        return rhythm.began(nearest.path if nearest is not None and nearest.kind in ENDS else None)
 
     def ended(self, path: Path | None, num_answered: int) -> None:
         """A request has ended, with an answer of `num_answered` tokens.
 
         Args:
-            path: as `recall` gave it.
+            path: as `report_misses` gave it.
         """
         if path is not None and self.candidates.rhythm is not None:
             self.candidates.rhythm.ended(path, num_answered)
-
-    def was_evicted(self, key: Key, match: Match) -> bool:
-        """Return whether what follows the page hit was cached and has been evicted, right after the match."""
-        end = (match.num_page_tokens // self.grid + 1) * self.grid
-        return self._beyond(key, match, end)[0] > match.num_page_tokens
-
-    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]], KeyHashes | None]:
-        return self.ghosts.follow(key, match.deepest, match.num_page_tokens, limit)
 
     def pages(self, node: Node | None, num_tokens: int) -> PageValues:
         """Values of the pages of the first `num_tokens` tokens on the path from the root to `node`."""
@@ -418,16 +424,6 @@ class Tree:
                 break
             ids += node.edge
         return array("i", bytes(ids[len(rest) : end]))
-
-    def lost_checkpoint(self, match: Match) -> NodeUsage | None:
-        """The usage of the deepest checkpoint between the usable hit and the page hit that was evicted, or was not
-        admitted (then `created` is 0). None if there was none."""
-        node = match.deepest
-        while node is not None and node is not match.checkpoint:
-            if node.lost_checkpoint and node.end <= match.num_page_tokens:
-                return node.usage
-            node = node.parent
-        return None
 
     # Inserting
 

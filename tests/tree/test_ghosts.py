@@ -168,7 +168,7 @@ def test_ghosts_are_bounded_and_the_newest_are_kept() -> None:
         case.tree.evict_pages(2)
         assert len(case.tree.ghosts) <= 10
     newest, oldest = case.key("d" + chr(ord("A") + 99)), case.key("aA")
-    assert case.tree.was_evicted(newest, case.tree.peek(newest, 4))
+    assert case.tree.recall(newest, case.tree.peek(newest, 4), 4).was_evicted
     assert case.tree.ghosts.follow(newest, None, 0, 4)[0] == 4
     assert case.tree.ghosts.follow(oldest, None, 0, 4)[0] < 4
 
@@ -178,7 +178,8 @@ def test_without_ghosts_nothing_is_remembered() -> None:
     case.put("abcd")
     case.tree.evict_pages(4)
     assert len(case.tree.ghosts) == 0
-    assert not case.tree.was_evicted(case.key("abcd"), case.tree.peek(case.key("abcd"), 4))
+    key = case.key("abcd")
+    assert not case.tree.recall(key, case.tree.peek(key, 4), 4).was_evicted
 
 
 def test_a_cache_bounds_its_ghosts() -> None:

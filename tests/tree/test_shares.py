@@ -65,7 +65,7 @@ def test_a_share_protects_others_with_any_policy(policy: Any, memory: Callable[[
         hits.append(serve(cache, [1 + random.randrange(20)] * PROMPT, "regular") == PROMPT)
         for _ in range(2 if number > 120 else 0):
             serve(cache, [next(fresh)] * PROMPT, "scan")
-    assert all(hits[121:]) and cache.allocator.evicted_checkpoints > 100
+    assert all(hits[121:]) and cache.stats().evicted_checkpoints > 100
     cache.audit()
 
 
