@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models
 
+from hybrid.engine.branches import TreePart
 from hybrid.engine.request import Request
 from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
@@ -140,7 +141,7 @@ class ToyRunner:
         if part.drafts is not None:
             for number, path in enumerate(part.paths):
                 keyed = _keyed(part, [part.drafts.tokens[at] for at in path])
-                if part.branches is None or number == 0:
+                if number == 0 or not isinstance(part, TreePart):
                     self._write_pages(part, keyed, lease.block_table, part.end)
                 else:  # the page of the first draft is copied
                     table = part.branches.table(number, lease.block_table)

@@ -108,6 +108,7 @@ class CapturedPasses:
 
     Attributes:
         max_prompt_tokens, on_gpu: as given.
+        captured_model: tells whether the model has a hook, which a graph would not call: steps are launched then.
     """
 
     def __init__(
@@ -131,12 +132,7 @@ class CapturedPasses:
         self._occurred: set[Layout] = set()  # layouts with prompts
         self._captures = True
         self._logits = SharedLogits()
-        self._captured_model = CapturedModel(model)
-
-    @property
-    def is_hooked(self) -> bool:
-        """Tell whether a module of the model has a hook, which a graph would not call: steps are launched then."""
-        return self._captured_model.is_hooked
+        self.captured_model = CapturedModel(model)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -178,7 +174,7 @@ class CapturedPasses:
         if graph is None or graph.post is None or plan.has_drafts or not graph.most_likely:
             return None
         numbers = [plan.numbers, graph.numbers]
-        if LINKS in plan.layout:
+        if plan.has_links:
             assert tokens is not None
             start, size = plan.layout[LINKS]
             numbers += tokens, plan.numbers[start : start + math.prod(size)].view(size)
@@ -203,7 +199,8 @@ class CapturedPasses:
     def _fill(self, numbers: Tensor, plan: Plan, tokens: Tensor | None) -> None:
         """Write what a pass reads."""
         numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
-        plan.fill_in(numbers, tokens)
+        if plan.has_links:
+            plan.fill_in(numbers, tokens)
 
     def _result(self, plan: Plan, graph: Graph) -> ForwardPass:
         """Return the pass of a graph for a plan."""

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from hybrid.cache.cache import HybridCache
+from hybrid.engine.branches import TreePart
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
-from hybrid.engine.step import Branches, Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.errors import ArgumentError
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
@@ -65,7 +66,8 @@ class Drafting:
         return self._speculator.stats
 
     def add(self, decodes: list[Part]) -> Iterator[tuple[Part, Exception]]:
-        """Add drafts to the parts of requests whose next token is not known, as far as a step has room for them.
+        """Add drafts to the parts of requests whose next token is not known, as far as a step has room for them. Parts
+        whose drafts form trees are replaced in the list.
 
         Yields:
             Parts whose drafts could not be made, with the exception.
@@ -84,15 +86,16 @@ class Drafting:
         if self._mtp is not None:
             self._mtp.begin(parts)
         proposed = self._speculator.propose_all(asked, len(decodes))
-        left = self._most
+        left, places = self._most, {id(part): at for at, part in enumerate(decodes)}
         for part, drafts in zip(parts, proposed, strict=True):
             if drafts is None and len(part.lease.block_table) == part.num_pages:  # no pages were taken for drafts
                 continue
             try:
-                self._add(part, drafts.first(left) if drafts is not None else None)
+                drafted = self._add(part, drafts.first(left) if drafts is not None else None)
+                decodes[places[id(part)]] = drafted
+                left -= drafted.num_drafts
             except Exception as error:
                 yield part, error
-            left -= part.num_drafts
 
     def awaits(self, parts: Sequence[Part]) -> bool:
         """Return whether the step after one that was launched waits for its tokens, since it may have drafts.
@@ -115,42 +118,31 @@ class Drafting:
             )  # what is after the end must not replace the back
         return limit
 
-    def _add(self, part: Part, drafts: Drafts | None) -> None:
-        """Add drafts to a part, and allocate their memory."""
-        lease, config = part.lease, self._cache.config
+    def _add(self, part: Part, drafts: Drafts | None) -> Part:
+        """Add drafts to a part, and allocate their memory. Returns the part, or another one where they form a tree."""
+        lease, page_size = part.lease, self._cache.config.page_size
         if drafts is None or not drafts.tokens:
             if self._mtp is not None:
                 self._cache.trim(lease, part.num_pages)  # pages in which it has computed
-            return
+            return part
+        tree = None
         if not drafts.is_chain and not self._chains_alone:
-            part.branches = self._branches(part, drafts)
-        if part.branches is None:
-            drafts = drafts.first_path()
-            longest = len(drafts.tokens)
-            if part.end + longest > len(lease.block_table) * config.page_size and not self._cache.reserve(
-                lease, part.end + longest
-            ):
-                drafts = drafts.first(len(lease.block_table) * config.page_size - part.end)
-                longest = len(drafts.tokens)
-                if not longest:
-                    return
+            tree = TreePart.of(part, drafts, self._cache)
+        if tree is not None:
+            part, longest = tree, drafts.depth
         else:
-            longest = drafts.depth
-        part.drafts = drafts
+            drafts = drafts.first_path()
+            end = part.end + len(drafts.tokens)
+            if end > len(lease.block_table) * page_size and not self._cache.reserve(lease, end):
+                drafts = drafts.first(len(lease.block_table) * page_size - part.end)
+                if not drafts.tokens:
+                    return part
+            part.drafts, longest = drafts, len(drafts.tokens)
         if not self._deterministic:
             boundary = ceil_div(part.end, self._grid) * self._grid
             if boundary < part.end + longest and self._cache.take_back(lease):
                 part.boundary = boundary
-
-    def _branches(self, part: Part, drafts: Drafts) -> Branches | None:
-        """Return the paths of a tree of drafts with the memory for them, which must be free: nothing is evicted for
-        paths of which only one is kept. None: it is not, and nothing was allocated."""
-        lease, page_size = part.lease, self._cache.config.page_size
-        num_pages = max(len(lease.block_table), ceil_div(part.end + drafts.depth, page_size))
-        branches = Branches.of(drafts, part.end, page_size, num_pages)
-        if branches.places[0] < lease.num_shared or not self._cache.reserve_from_free(lease, branches.num_pages):
-            return None
-        return branches
+        return part
 
     def accept(self, part: Part, path: Sequence[int]) -> None:
         """Accept these drafts of a part: count them as computed, and free the pages of the others."""
@@ -158,10 +150,8 @@ class Drafting:
         if drafts is None or not part.is_alive:
             return
         end, page_size = part.end + len(path), self._cache.config.page_size
-        if path and part.branches is not None:
-            first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
-            for page in range(ceil_div(end, page_size) - first if own != first else 0):
-                self._cache.swap_pages(lease, first + page, own + page)
+        if isinstance(part, TreePart):
+            part.keep(path, self._cache)
         boundary = part.boundary_before(end)
         if boundary is not None:
             self._cache.advance(lease, boundary)

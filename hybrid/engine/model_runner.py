@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.captured_passes import CapturedPasses
-from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
+from hybrid.engine.padding import padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import ForwardPass, Result, Verification
@@ -108,57 +108,42 @@ class ModelRunner:
 
     def plan(self, step: Step, before: ForwardPass | None = None) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        config, on_gpu = self._cache.config, self._device.type == "cuda"
-        padding = self._padding(step)
-        known = (before.sources, before.tokens) if before is not None else (None, None)
-        return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, on_gpu, *known)
-
-    def _padding(self, step: Step) -> Padding | None:
-        """The sizes that a step is padded to; None: it is launched kernel by kernel."""
-        graphs = self.graphs
-        if graphs is None or graphs.is_hooked:
-            return None
-        padding = padding_of(step, graphs.max_prompt_tokens)
-        if padding is None or graphs.on_gpu or padding.tokens:
-            return padding
-        count = len(step.parts)
-        if count + sum([part.num_drafts for part in step.parts]) > MAX_CAPTURED_ROWS:
-            return None
-        return Padding(count, padding.width)  # rows of padding would be computed one by one
+        config, graphs, padding = self._cache.config, self.graphs, None
+        if graphs is not None and not graphs.captured_model.is_hooked:
+            padding = padding_of(step, graphs.max_prompt_tokens, graphs.on_gpu)
+        sizes = config.page_size, config.chunk_size
+        on_gpu = self._device.type == "cuda"
+        if before is None:
+            return plan(step, *sizes, self._deterministic, padding, on_gpu)
+        return plan(step, *sizes, self._deterministic, padding, on_gpu, before.sources, before.tokens)
 
     def launch(self, plan: Plan) -> ForwardPass:
         """Give a plan to the device, without waiting for the results."""
         with self._threads():
-            return self._launch(plan)
-
-    def _launch(self, plan: Plan) -> ForwardPass:
-        # it is taken, since a pass keeps its plan, and must not keep all passes before it
-        before, plan.before = plan.before, None
-        tokens = before() if before is not None else None  # before this pass writes the same logits
-        launched = self._post(plan, tokens) or self._run(plan, tokens)
-        if plan.has_drafts:
-            keep_states = launched.keep_states
-            keep = partial(self._keep, keep_states) if keep_states is not None else None
-            launched.verification = Verification(plan.parts, self._end_tokens, keep)
-        if plan.checkpoint_slots:
-            launched.finite_checkpoints = self._are_finite([slot for _, slot in plan.checkpoint_slots])
-        return launched
-
-    def _post(self, plan: Plan, tokens: Tensor | None) -> ForwardPass | None:
-        """Have other threads run a plan after the one before; None: they do not."""
-        if not self._posts or self.graphs is None or not plan.is_padded:
-            return None
-        launched = self.graphs.post(plan, tokens)
-        if launched is not None and launched.run is not None:
-            self._computing.begin(launched.run)
-        return launched
+            # it is taken, since a pass keeps its plan, and must not keep all passes before it
+            before, plan.before = plan.before, None
+            tokens = before() if before is not None else None  # before this pass writes the same logits
+            launched = self._run(plan, tokens)
+            if plan.has_drafts:
+                keep_states = launched.keep_states
+                keep = partial(self._keep, keep_states) if keep_states is not None else None
+                launched.verification = Verification(plan.parts, self._end_tokens, keep)
+            if plan.checkpoint_slots:
+                launched.finite_checkpoints = self._are_finite([slot for _, slot in plan.checkpoint_slots])
+            return launched
 
     def _run(self, plan: Plan, tokens: Tensor | None) -> ForwardPass:
-        """Run a plan: on a CPU when no other thread computes any more."""
+        """Run a plan: by other threads of a CPU after the one before, or when no other thread computes any more."""
+        graphs = self.graphs if plan.is_padded else None
+        if graphs is not None and self._posts:
+            launched = graphs.post(plan, tokens)
+            if launched is not None and launched.run is not None:
+                self._computing.begin(launched.run)
+                return launched
         self._computing.settle()
-        if self.graphs is not None and plan.is_padded:
+        if graphs is not None:
             self._arrivals.settle()  # a graph waits for no layer
-            return self.graphs.run(plan, tokens)
+            return graphs.run(plan, tokens)
         batch, sampling = plan.on(self._device, tokens)
         if self._arrivals.are_pending:
             batch = replace(batch, arriving=self._arrivals)

@@ -6,24 +6,37 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, islice
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.padding import NO_PADDING, Padding, Rows, SampledRows, rows_of, run_starts, targets_of, tokens_of
+from hybrid.engine.branches import TreePart, unroll, write_tables
+from hybrid.engine.padding import NO_PADDING, Padding
 from hybrid.engine.request import Request
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
-from hybrid.engine.step import Part, Step
+from hybrid.engine.step import (
+    LAST_TOKEN,
+    NOT_SAMPLED,
+    Part,
+    SampledRows,
+    Step,
+    most_logprobs,
+    rows_of,
+    targets_of,
+    tokens_of,
+)
 from hybrid.errors import AuditError
 from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
+from hybrid.speculation.drafts import Drafts
 
 ALIGNMENT = 2
 """Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
@@ -44,17 +57,10 @@ class PlanBuffer:
     _list: list[int | None] = field(default_factory=list)  # what follows the arrays
     _end: int = 0
 
-    def add(self, name: str, values: Sequence[int | None], expected: int | None = None) -> None:
-        """A piece of few numbers, whose count is checked where it is expected."""
+    def add(self, name: str, values: Sequence[int | None], shape: tuple[int, ...] | None = None) -> None:
+        """Add a piece of few numbers; rows of them one after another, where it has a shape."""
         count = len(values)
-        if expected is not None and count != expected:
-            raise AuditError(f"plan: {name} has {count} numbers, expected {expected}")
-        self.add_rows(name, values, (count,))
-
-    def add_rows(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
-        """A piece of few rows of numbers, one after another."""
-        count = len(values)
-        self.layout[name] = (self._end, shape)
+        self.layout[name] = (self._end, shape if shape is not None else (count,))
         self._list += values
         if count % ALIGNMENT:
             self._list += [0] * (-count % ALIGNMENT)
@@ -62,7 +68,7 @@ class PlanBuffer:
         self._end += count
 
     def add_array(self, name: str, values: np.ndarray) -> None:
-        """A piece that is an array of int64 or float64."""
+        """Add a piece that is an array of int64 or float64."""
         flat = values.ravel().view(np.int64)
         count = len(flat)
         self.layout[name] = (self._end, values.shape)
@@ -71,43 +77,66 @@ class PlanBuffer:
         self._end += count + -count % ALIGNMENT
 
     def numbers(self) -> Tensor:
-        """All of them."""
+        """Return all of them."""
         return torch.from_numpy(np.concatenate((*self._arrays, np.array(self._list, np.int64))))
 
 
-def unroll(parts: Sequence[Part]) -> tuple[list[int], list[int], tuple[list[int], list[int]]]:
-    """The steps of the linear layers, as `hybrid.batch.Unrolled` and `Batch.copies` have them.
+@dataclass
+class Rows:
+    """The rows of a step, part by part, and those of padding: after the prompts, and at the end.
 
-    Args:
-        parts: all that decode.
-
-    Returns:
-        The decoded token that each step computes, for each decoded token its first step, and slots from which keys and
-        values are copied with those where they go.
+    Attributes:
+        token_ids, positions, slots: of each row.
+        ends: where the rows of each part end.
     """
-    steps: list[int] = []
-    places: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    for part in parts:
-        row = len(places)
-        own = [row, *(row + 1 + at for path in part.paths for at in path)]
-        places += [len(steps) + own.index(each) for each in range(row, row + part.num_rows)]
-        steps += own
-        if part.branches is not None:
-            for source, target in part.branches.copies(part.lease.block_table):
-                sources.append(source)
-                targets.append(target)
-    return steps, places, (sources, targets)
 
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
-def tables_of_drafts(parts: Sequence[Part]) -> Iterator[tuple[int, Sequence[int]]]:
-    """(row among the decoded tokens, page ids) of the drafts that form trees."""
-    row = 0
-    for part in parts:
-        if part.branches is not None:
-            yield from ((row + 1 + at, part.table(at)) for at in range(part.num_drafts))
-        row += part.num_rows
+    def add(self, part: Part, page_size: int, sources: Mapping[Request, int]) -> None:
+        """Add the rows of a part.
+
+        Raises:
+            AuditError: its tokens are not those that it computes, or the lease has no page for one of them.
+        """
+        start, end, table = part.start, part.end, part.lease.block_table
+        known = part.request.ids[start:end]
+        if part.num_unknown == 1 and part.request in sources:
+            known.append(0)  # the device fills it in
+        if not len(known) == end - start > 0 or (end - start > 1 and not part.is_prefill):
+            raise AuditError(
+                f"plan: {part.request.request_id} has {len(known)} tokens for positions [{start}, {end}) of "
+                f"a {'prompt part' if part.is_prefill else 'decode step'}"
+            )
+        self.token_ids += known
+        self.positions += range(start, end)
+        if end > len(table) * page_size:
+            raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
+        first = min(max(start, part.lease.num_shared * page_size), end)
+        self.slots += [-1] * (first - start)  # on pages that the tree owns, which hold them already
+        self.slots += [table[at // page_size] * page_size + at % page_size for at in range(first, end)]
+        if part.drafts is not None:
+            self._add_drafts(part, part.drafts, page_size)
+        self.ends.append(len(self.token_ids))
+
+    def _add_drafts(self, part: Part, drafts: Drafts, page_size: int) -> None:
+        positions, table = part.draft_positions, part.lease.block_table
+        last = max(positions) + 1
+        if last > len(table) * page_size:
+            raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {last} tokens")
+        self.token_ids += drafts.tokens
+        self.positions += positions
+        self.slots += part.draft_slots(page_size)
+
+    def pad(self, count: int) -> None:
+        """Add rows of padding up to this number of rows."""
+        missing = count - len(self.token_ids)
+        if missing > 0:
+            self.token_ids += [0] * missing
+            self.positions += [0] * missing
+            self.slots += [-1] * missing
 
 
 BATCH_INVARIANT_SPLITS = 16
@@ -124,10 +153,6 @@ LINKS = "links"
 
 RUN_STARTS = "decodes.run_starts"
 """The piece of a layout, where there are drafts, with `Group.run_starts`."""
-
-NOT_READ = (SAMPLING, LINKS)
-"""The last pieces of a layout, which no captured pass reads. Nor does it read `RUN_STARTS`, which comes before them,
-where that is not padded: compiled operations know by `state_read` which token continues from the one before it."""
 
 LINK_FIELDS = 5
 """Numbers of a link."""
@@ -147,62 +172,67 @@ class Plan:
 
     Attributes:
         numbers: `[N]` int64, all of them.
-        layout: for every tensor of the batch its start and shape.
+        layout: for every tensor of the batch its start and shape. What no layer reads comes last.
+        num_read: number of pieces that layers read.
         splits: `num_splits` of each group that the step has.
         num_prefill_tokens: tokens of prompt parts, and of their padding.
-        blocks: as in the batch.
-        embeddings: of the rows of images, in pieces.
+        decode_start: as in the batch.
         parts: of the step.
-        sampled: the rows of logits of each part, without padding.
+        sampled: the rows of logits of each part.
+        num_sampled: number of rows of logits without padding.
         checkpoint_slots: (part, state slot) of every checkpoint that the pass writes.
         is_padded: it is padded to one of few shapes.
+        is_plain: that of the step.
+        embeddings: of the rows of images, in pieces.
         adapted: the adapters of the step, with `decode_start` of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
+        num_logprobs: number of log-probabilities that a row has, at most; None: none are requested.
         before: chooses the tokens of the pass before, from which this one continues; None: they are known, or taken.
-        pads_runs: `RUN_STARTS` is padded, too.
     """
 
     numbers: Tensor
     layout: dict[str, tuple[int, tuple[int, ...]]]
+    num_read: int
     splits: dict[str, int | None]
     num_prefill_tokens: int
     decode_start: int | None
-    embeddings: tuple[Tensor, ...]
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
+    num_sampled: int
     checkpoint_slots: tuple[tuple[int, int], ...]
     is_padded: bool
+    is_plain: bool
+    embeddings: tuple[Tensor, ...] = ()
     adapted: tuple[tuple[Adapter, int | None], ...] = ()
     targets: tuple[int, ...] | None = None
+    num_logprobs: int | None = None
     before: Callable[[], Tensor] | None = None
-    pads_runs: bool = False
-
-    @property
-    def not_read(self) -> tuple[str, ...]:
-        """The last pieces of the layout, which no captured pass reads."""
-        return NOT_READ if self.pads_runs else (RUN_STARTS, *NOT_READ)
 
     @property
     def shape(self) -> Layout:
-        """The layout without what no layer reads."""
-        not_read = self.not_read
-        return tuple([place for place in self.layout.items() if place[0] not in not_read])
+        """The layout of what layers read. A captured pass is one for all plans of its shape."""
+        return tuple(islice(self.layout.items(), self.num_read))
 
     def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
-        """The plan's tensors on a device, in one copy.
+        """Return the plan's tensors on a device, in one copy.
 
         Args:
             tokens: those of the pass before, if this one continues from them.
         """
-        numbers = self.numbers.to(device, non_blocking=True, copy=LINKS in self.layout)
-        self.fill_in(numbers, tokens)
+        numbers = self.numbers.to(device, non_blocking=True, copy=self.has_links)
+        if self.has_links:
+            self.fill_in(numbers, tokens)
         return self.batch(numbers), self.sampling(numbers)
 
+    @property
+    def has_links(self) -> bool:
+        """Tell whether the pass continues from tokens of the one before."""
+        return LINKS in self.layout
+
     def fill_in(self, numbers: Tensor, tokens: Tensor | None) -> None:
-        """Write tokens of the pass before into numbers of this layout, where this one continues from them."""
-        if LINKS in self.layout:
-            assert tokens is not None
-            fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
+        """Write tokens of the pass before into numbers of this layout, which has links."""
+        assert tokens is not None
+        fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
 
     @property
     def sizes(self) -> str:
@@ -291,10 +321,9 @@ class Plan:
     def max_numbers(self) -> int:
         """Numbers of a plan of this shape in which every row is a draft or another request, is sampled at random, and
         continues from the pass before."""
-        rows = self.layout["token_ids"][1][0]
-        last = self.not_read
-        start = min((self.layout[name][0] for name in last if name in self.layout), default=self.numbers.numel())
-        return start + (1 + len(SamplingRows._fields) + LINK_FIELDS) * rows + 1 + len(last) * ALIGNMENT
+        rows, more = self.layout["token_ids"][1][0], [*self.layout.values()][self.num_read :]
+        start = more[0][0] if more else self.numbers.numel()
+        return start + (1 + len(SamplingRows._fields) + LINK_FIELDS) * rows + 1 + 3 * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -308,7 +337,7 @@ def plan(
     deterministic: bool,
     padding: Padding | None = None,
     pin: bool = False,
-    sources: Mapping[Request, int] | None = None,
+    sources: Mapping[Request, int] = MappingProxyType({}),
     before: Callable[[], Tensor] | None = None,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
@@ -326,108 +355,112 @@ def plan(
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
-    parts = step.parts
-    prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
-    num_prefills, sources = len(prefills), sources or {}
-    shape, positions = padding or NO_PADDING, [part.positions for part in parts]
-    rows, buffer = Rows.of(positions, num_prefills, shape), PlanBuffer()
-    _add_tokens(buffer, parts, positions, rows, page_size, sources)
-    checkpoints = _add_checkpoints(buffer, parts, shape.captures)
-    sampled = tuple(map(SampledRows.of, parts))
-    sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * rows.num_idle
-    buffer.add("sample_rows", sample_rows)
-    embeddings = _add_media(buffer, parts, rows.parts, positions)
-    splits: dict[str, int | None] = {}
-    if prefills:
+    parts, num_prompts, is_plain, shape = step.parts, step.num_prompts, step.is_plain, padding or NO_PADDING
+    prompts, decodes = parts[:num_prompts], parts[num_prompts:]
+    rows, buffer, splits = Rows(), PlanBuffer(), dict[str, int | None]()
+    for part in prompts:
+        rows.add(part, page_size, sources)
+    num_known = len(rows.token_ids)
+    rows.pad(shape.tokens)
+    num_prompt_rows = len(rows.token_ids)
+    for part in decodes:
+        rows.add(part, page_size, sources)
+    num_rows, idle_prompts = len(rows.token_ids), max(0, shape.prompts - num_prompts)
+    idle_decodes = max(0, shape.rows - len(decodes))
+    rows.pad(num_rows + idle_decodes)
+    buffer.add("token_ids", rows.token_ids)
+    buffer.add("positions", rows.positions)
+    buffer.add("slot_mapping", rows.slots)
+    checkpoints = _checkpoints(prompts) if prompts else []
+    written = [number for checkpoint in checkpoints for number in checkpoint]
+    written += [-1] * (3 * shape.captures - len(written))
+    buffer.add("checkpoints", written, (len(written) // 3, 3))
+    if is_plain:
+        sampled = tuple([LAST_TOKEN if part.samples else NOT_SAMPLED for part in parts])
+        sample_rows = [end - 1 for end in rows.ends]
+    else:
+        sampled = tuple(map(SampledRows.of, parts))
+        sample_rows = rows_of(sampled, rows.ends)
+    num_sampled, num_idle = len(sample_rows), idle_prompts + idle_decodes
+    buffer.add("sample_rows", sample_rows + [0] * num_idle)
+    if prompts:
         splits["prefills"] = 1 if deterministic else None
-        _add_prefills(buffer, prefills, rows, shape.width)
+        starts = [0, *rows.ends[:num_prompts]]
+        if idle_prompts:  # the last one has the tokens
+            starts += [num_known] * (idle_prompts - 1) + [num_prompt_rows]
+        _add_prompts(buffer, prompts, starts, idle_prompts, shape.width)
+    has_drafts = num_rows - num_prompt_rows > len(decodes)
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(buffer, decodes, positions[num_prefills:], rows.idle_decodes, shape)
-    adapted = _add_adapted(buffer, parts, rows.parts, deterministic)
-    _add_sampling(buffer, parts, sampled, rows.num_idle)
-    _add_links(buffer, parts, rows, sources)
+        positions = rows.positions[num_prompt_rows:num_rows]
+        if has_drafts:
+            _add_drafted(buffer, decodes, positions, idle_decodes, shape.width)
+        else:
+            _add_decodes(buffer, decodes, idle_decodes, shape.width)
+    if has_drafts and shape.runs:
+        buffer.add(RUN_STARTS, run_starts(decodes, idle_decodes, shape.runs))
+    embeddings: tuple[Tensor, ...] = ()
+    adapted: tuple[tuple[Adapter, int | None], ...] = ()
+    if not is_plain:
+        embeddings = _add_media(buffer, parts, rows)
+        adapted = _add_adapted(buffer, parts, rows.ends, deterministic)
+    num_read = len(buffer.layout)
+    if has_drafts and not shape.runs:  # where it is not padded, captured passes know it by `state_read`
+        buffer.add(RUN_STARTS, run_starts(decodes, idle_decodes, 0))
+    if not is_plain:
+        _add_sampling(buffer, parts, sampled, num_idle)
+    if sources:
+        _add_links(buffer, parts, rows.ends, num_prompt_rows, sources)
     return Plan(
-        buffer.numbers().pin_memory() if pin else buffer.numbers(),
-        buffer.layout,
-        splits,
-        rows.prompts,
-        rows.prompts if deterministic else None,
-        embeddings,
+        numbers=buffer.numbers().pin_memory() if pin else buffer.numbers(),
+        layout=buffer.layout,
+        num_read=num_read,
+        splits=splits,
+        num_prefill_tokens=num_prompt_rows,
+        decode_start=num_prompt_rows if deterministic else None,
         parts=tuple(parts),
         sampled=sampled,
-        checkpoint_slots=checkpoints,
+        num_sampled=num_sampled,
+        checkpoint_slots=tuple([(row, slot) for row, _, slot in checkpoints]),
         is_padded=padding is not None,
+        is_plain=is_plain,
+        embeddings=embeddings,
         adapted=adapted,
-        targets=targets_of(sampled),
+        targets=targets_of(sampled) if not is_plain else None,
+        num_logprobs=most_logprobs(sampled) if not is_plain else None,
         before=before,
-        pads_runs=shape.runs > 0,
     )
 
 
-def _add_tokens(
-    buffer: PlanBuffer,
-    parts: list[Part],
-    positions: list[Sequence[int]],
-    rows: Rows,
-    page_size: int,
-    sources: Mapping[Request, int],
-) -> None:
-    """The numbers of the step's tokens."""
-    token_ids: list[int] = []
-    slots: list[int] = []
-    for part, own in zip(parts, positions, strict=True):
-        known = part.request.ids[part.start : part.end]
-        count = part.end - part.start
-        if part.num_unknown == 1 and part.request in sources:
-            known.append(0)  # the device fills it in
-        if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
-            raise AuditError(
-                f"plan: {part.request.request_id} has {len(known)} tokens for positions [{part.start}, {part.end}) of "
-                f"a {'prompt part' if part.is_prefill else 'decode step'}"
-            )
-        token_ids += known
-        token_ids += part.drafts.tokens if part.drafts is not None else ()
-        slots += _slots(part, own, page_size)
-    first, every = rows.known, [*chain.from_iterable(positions)]
-    for name, values, idle in (("token_ids", token_ids, 0), ("positions", every, 0), ("slot_mapping", slots, -1)):
-        values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
-        buffer.add(name, values + [idle] * (rows.total - len(values)), rows.total)
-
-
-def _add_checkpoints(buffer: PlanBuffer, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
-    """The checkpoints to write, `count` with padding. Returns their parts and slots."""
-    written = [
+def _checkpoints(prompts: Sequence[Part]) -> list[tuple[int, int, int]]:
+    """The checkpoints that prompt parts write, as the batch has them."""
+    return [
         (row, each.num_tokens - part.start, each.slot)
-        for row, part in enumerate(parts)
+        for row, part in enumerate(prompts)
         if part.lease.captured
         for each in part.captured
     ]
-    filled = written + [(-1, -1, -1)] * (count - len(written))
-    buffer.add_rows("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
-    return tuple([(row, slot) for row, _, slot in written])
 
 
-def _add_media(
-    buffer: PlanBuffer, parts: list[Part], places: list[range], positions: list[Sequence[int]]
-) -> tuple[Tensor, ...]:
-    """In a step with images, rotary positions and the rows of images. Returns their embeddings."""
+def _add_media(buffer: PlanBuffer, parts: Sequence[Part], rows: Rows) -> tuple[Tensor, ...]:
+    """In a step with images, add rotary positions and the rows of images. Returns their embeddings."""
     if not [part for part in parts if part.request.media is not None]:
         return ()
-    rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
-    rows: list[int] = []
+    rotary = np.tile(np.array(rows.positions, np.int64), (3, 1))
+    embedded: list[int] = []
     embeddings: list[Tensor] = []
-    for part, place, own in zip(parts, places, positions, strict=True):
+    for part, end in zip(parts, rows.ends, strict=True):
         if part.request.media is None:
             continue
-        row = place.start
+        row = end - part.num_rows
+        own = rows.positions[row:end]
         angles = part.request.media.rotary_positions(part.start, max(own) + 1)
-        rotary[:, row : row + len(own)] = angles[:, [position - part.start for position in own]]
+        rotary[:, row:end] = angles[:, [position - part.start for position in own]]
         for first, values in part.request.media.embeddings(part.start, part.end):
-            rows += range(row + first, row + first + len(values))
+            embedded += range(row + first, row + first + len(values))
             embeddings.append(values)
     buffer.add_array("rotary_positions", rotary)
-    buffer.add("embedded_rows", rows)
+    buffer.add("embedded_rows", embedded)
     return tuple(embeddings)
 
 
@@ -442,27 +475,29 @@ def _add_sampling(buffer: PlanBuffer, parts: list[Part], sampled: tuple[SampledR
     buffer.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * num_idle), np.float64))
 
 
-def _add_links(buffer: PlanBuffer, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
+def _add_links(
+    buffer: PlanBuffer, parts: Sequence[Part], ends: Sequence[int], num_prompt_rows: int, sources: Mapping[Request, int]
+) -> None:
     """Add the places where the device fills in the tokens that the pass before samples."""
-    unknown = [(part, place) for part, place in zip(parts, rows.parts, strict=True) if part.num_unknown]
+    unknown = [(sources[part.request], end - 1) for part, end in zip(parts, ends, strict=True) if part.num_unknown]
     if not unknown:
         return
     first = [buffer.layout[name][0] for name in ("token_ids", "slot_mapping")]
-    first += [buffer.layout[name][0] - rows.prompts for name in ("decodes.seq_lens", "decodes.state_write")]
+    first += [buffer.layout[name][0] - num_prompt_rows for name in ("decodes.seq_lens", "decodes.state_write")]
     links: list[int] = []
-    for part, place in unknown:
-        links += (sources[part.request], *(start + place.start for start in first))
-    buffer.add_rows(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
+    for source, row in unknown:
+        links += (source, *(start + row for start in first))
+    buffer.add(LINKS, links, (len(unknown), LINK_FIELDS))
 
 
 def _add_adapted(
-    buffer: PlanBuffer, parts: list[Part], places: list[range], deterministic: bool
+    buffer: PlanBuffer, parts: Sequence[Part], ends: Sequence[int], deterministic: bool
 ) -> tuple[tuple[Adapter, int | None], ...]:
-    """The rows of each adapter, those of prompts first."""
+    """Add the rows of each adapter, those of prompts first."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
-    for part, place in zip(parts, places, strict=True):
+    for part, end in zip(parts, ends, strict=True):
         if part.request.adapter is not None:
-            by_adapter.setdefault(part.request.adapter, []).append((part, place))
+            by_adapter.setdefault(part.request.adapter, []).append((part, range(end - part.num_rows, end)))
     adapted: list[tuple[Adapter, int | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
@@ -472,86 +507,74 @@ def _add_adapted(
     return tuple(adapted)
 
 
-def _add_prefills(buffer: PlanBuffer, parts: list[Part], rows: Rows, width: int) -> None:
-    """The numbers of the prompt parts, and of prompts of padding, of which the last has the tokens."""
-    idle = rows.idle_prompts
-    count, starts = len(parts) + idle, [0, *(place.stop for place in rows.parts[: len(parts)])]
-    if idle:
-        starts += [rows.known] * (idle - 1) + [rows.prompts]
-    buffer.add("prefills.cu_seqlens", starts, count + 1)
-    buffer.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, count)
+def _add_prompts(buffer: PlanBuffer, parts: Sequence[Part], starts: list[int], idle: int, width: int) -> None:
+    """Add the numbers of prompt parts, which start at these rows, and of prompts of padding."""
+    buffer.add("prefills.cu_seqlens", starts)
+    buffer.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle)
     buffer.add_array("prefills.block_table", _block_table(parts, idle, width))
-    buffer.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, count)
-    buffer.add("prefills.state_write", [part.write_slot for part in parts] + [-1] * idle, count)
+    buffer.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle)
+    buffer.add("prefills.state_write", [part.write_slot for part in parts] + [-1] * idle)
 
 
-def _add_decodes(
-    buffer: PlanBuffer, parts: list[Part], positions: list[Sequence[int]], idle: int, padding: Padding
-) -> None:
-    """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
-    lengths = [position + 1 for own in positions for position in own]
-    table = _block_table(parts, idle, padding.width)
-    if len(lengths) == len(parts):  # no drafts
-        read: list[int | None] = [part.lease.read_slot for part in parts]
-        write = [part.write_slot for part in parts]
-    else:
-        read, write = _steps_of_drafts(parts)
-        table = table.repeat([*map(len, positions), *[1] * idle], axis=0)
-        for row, pages in tables_of_drafts(parts):
-            table[row, : len(pages)] = pages
-    rows = len(lengths) + idle
-    steps = len(read) + idle  # more than rows where paths have drafts in common
-    buffer.add("decodes.cu_seqlens", range(rows + 1), rows + 1)
-    buffer.add("decodes.seq_lens", lengths + [0] * idle, rows)
-    buffer.add("decodes.state_read", read + [EMPTY_STATE] * idle, steps)
-    buffer.add("decodes.state_write", write + [-1] * idle, steps)
-    buffer.add_array("decodes.block_table", table)
-    if [part for part in parts if part.branches is not None]:
-        unrolled, places, copies = unroll(parts)
-        buffer.add(STEPS, unrolled)
-        buffer.add(f"{STEPS}.places", places)
-        buffer.add_array("copies", np.array(copies, np.int64))
-    if len(lengths) > len(parts):
-        buffer.add(RUN_STARTS, run_starts(parts, idle, padding.runs))
-
-
-def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:
-    """The state slots that each step of the linear layers reads and writes."""
+def _add_decodes(buffer: PlanBuffer, parts: Sequence[Part], idle: int, width: int) -> None:
+    """Add the numbers of decoded tokens, one row each, and of the padding."""
+    lengths: list[int] = []
     read: list[int | None] = []
     write: list[int | None] = []
     for part in parts:
-        paths, known = part.paths, part.write_slot
-        read += [part.lease.read_slot, *[-1] * len(paths[0])]
-        write += [known, *[-1] * len(paths[0])]
-        for path in paths[1:]:
-            read += [known, *[-1] * (len(path) - 1)]
-            write += [-1] * len(path)
-    return read, write
+        lengths.append(part.end)
+        read.append(part.lease.read_slot)
+        write.append(part.write_slot)
+    buffer.add("decodes.cu_seqlens", range(len(parts) + idle + 1))
+    buffer.add("decodes.seq_lens", lengths + [0] * idle)
+    buffer.add("decodes.state_read", read + [EMPTY_STATE] * idle)
+    buffer.add("decodes.state_write", write + [-1] * idle)
+    buffer.add_array("decodes.block_table", _block_table(parts, idle, width))
 
 
-def _block_table(parts: list[Part], idle: int, width: int) -> np.ndarray:
+def _add_drafted(buffer: PlanBuffer, parts: Sequence[Part], positions: Sequence[int], idle: int, width: int) -> None:
+    """Add the numbers of decoded tokens and their drafts, one row each, and of the padding.
+
+    Args:
+        positions: of each row, without padding.
+    """
+    read: list[int | None] = []
+    write: list[int | None] = []
+    for part in parts:
+        known = part.write_slot
+        for number, path in enumerate(part.paths):
+            read += [known, *[-1] * (len(path) - 1)] if number else [part.lease.read_slot, *[-1] * len(path)]
+            write += [-1] * len(path) if number else [known, *[-1] * len(path)]
+    table = _block_table(parts, idle, width).repeat([*(part.num_rows for part in parts), *[1] * idle], axis=0)
+    if [part for part in parts if isinstance(part, TreePart)]:
+        write_tables(parts, table)
+        steps = unroll(parts)
+        buffer.add(STEPS, steps.rows)
+        buffer.add(f"{STEPS}.places", steps.places)
+        buffer.add_array("copies", steps.copies)
+    buffer.add("decodes.cu_seqlens", range(len(positions) + idle + 1))
+    buffer.add("decodes.seq_lens", [position + 1 for position in positions] + [0] * idle)
+    buffer.add("decodes.state_read", read + [EMPTY_STATE] * idle)
+    buffer.add("decodes.state_write", write + [-1] * idle)
+    buffer.add_array("decodes.block_table", table)
+
+
+def run_starts(decodes: Sequence[Part], idle: int, runs: int) -> list[int]:
+    """Return where the steps of each request that decodes start, and the end.
+
+    Args:
+        idle: rows of padding, which are spread over the runs that are left.
+        runs: as in `Padding`.
+    """
+    starts = [0, *accumulate([1 + sum(map(len, part.paths)) for part in decodes])]
+    end, spare = starts[-1], max(0, runs + 1 - len(starts))
+    return starts + [end + idle * (index + 1) // spare for index in range(spare)]
+
+
+def _block_table(parts: Sequence[Part], idle: int, width: int) -> np.ndarray:
     """The page ids of each part, one row each, and rows of padding."""
     pages = [part.lease.block_table for part in parts]
     table = np.zeros((len(parts) + idle, max(width, 1, *map(len, pages))), np.int64)
     for row, own in zip(table, pages, strict=False):
         row[: len(own)] = own
     return table
-
-
-def _slots(part: Part, positions: Sequence[int], page_size: int) -> list[int]:
-    """The slots of the K and V at a part's positions; -1 on pages that the tree owns, which hold them already.
-
-    Raises:
-        AuditError: the lease has no page for one of them.
-    """
-    table, private = part.lease.block_table, part.lease.num_shared * page_size
-    branches, end = part.branches, max(positions) + 1
-    if end > len(table) * page_size:
-        raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
-    if branches is not None:
-        drafts = zip(branches.home, positions[1:], strict=True)
-        known = table[part.start // page_size] * page_size + part.start % page_size
-        return [known if part.start >= private else -1, *(branches.slot(home, at, table) for home, at in drafts)]
-    first = min(max(part.start, private), end)
-    own = [table[at // page_size] * page_size + at % page_size for at in range(first, end)]
-    return [-1] * (first - part.start) + own

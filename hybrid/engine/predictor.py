@@ -13,7 +13,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -187,11 +186,6 @@ class CapturedChains(NamedTuple):
         return self.chains.tokens[:count].tolist(), self.chains.claims[:count].tolist()
 
 
-@lru_cache
-def _width(num_pages: int) -> int:
-    return Padding.of(1, num_pages).width
-
-
 class PredictorPasses:
     """Runs passes of the predictor.
 
@@ -233,7 +227,7 @@ class PredictorPasses:
 
     def width(self, num_pages: int) -> int:
         """Return the columns of a block table of this many pages: few widths occur where passes are captured."""
-        return num_pages if self._capture is None else _width(num_pages)
+        return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
     def chains(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
         """Compute chains of tokens after each request.

@@ -69,6 +69,8 @@ class Request:
         is_fork: it is an answer after the first, and its first token is not known yet: it neither waits nor runs.
         prompt_logprobs: of the tokens of the prompt, as far as they are computed; None for the first, and for those
             before `SamplingParams.logprob_start_len`.
+        is_plain: its tokens are the most likely ones, and it has no images, no adapter, and no other answers: a step
+            of such requests looks for none of these.
         num_drafted, num_accepted: drafts that were computed, and that were what came next.
         arrived, started_at, first_token_at, last_token_at, ended_at: as `time.perf_counter`; `started_at` is when it
             first got its memory.
@@ -114,6 +116,14 @@ class Request:
         self.num_drafted: int = 0
         self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
+        self.is_plain = (
+            not params.temperature
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+            and prompt.media is None
+            and constraints is None
+            and adapter is None
+        )
         self.lease: Lease | None = None
         self.num_confirmed: int = 0
         self.prefill_end: int = 0

@@ -213,7 +213,7 @@ class RequestBuilder:
         if len(requests) > 1:
             completions = Completions(requests)
             for request in requests:
-                request.completions, request.is_fork = completions, request is not requests[0]
+                request.completions, request.is_fork, request.is_plain = completions, request is not requests[0], False
         return requests[0]
 
     def _with_tool_choice(self, params: SamplingParams, tools: Sequence[Tool]) -> SamplingParams:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybrid.engine.constraints import Edits
-from hybrid.engine.padding import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Replay
 from hybrid.engine.request import Request
@@ -26,7 +25,7 @@ from hybrid.engine.sampler import (
     most_likely,
     token_logprobs,
 )
-from hybrid.engine.step import Part
+from hybrid.engine.step import Part, SampledRows, tokens_of
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.contents import WorkerRun
 from hybrid.memory.device import HostCopy, on_device
@@ -139,7 +138,7 @@ class ForwardPass:
         run: other threads compute the pass: the rest is known once it has ended. Its most likely tokens stay valid.
 
     Attributes:
-        keep_states, run: as given.
+        logits, keep_states, run: as given.
         verification: which drafts are accepted, and what is done with them; None: there are no drafts.
         finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
     """
@@ -157,7 +156,7 @@ class ForwardPass:
         self.verification: Verification | None = None
         self.finite_checkpoints: Tensor | None = None
         self._plan = plan
-        self._logits = logits
+        self.logits = logits
         self._sampling = sampling
         self._most_likely = most_likely
         self.run = run
@@ -176,27 +175,29 @@ class ForwardPass:
 
     def _choose(self) -> Tensor:
         """Choose the tokens, and send them to the host."""
-        edits, likely = self._edits(), self._most_likely
+        edits, likely = self._edits() if not self._plan.is_plain else None, self._most_likely
         more = [self.finite_checkpoints] if self.finite_checkpoints is not None else []
         is_plain = edits is None and self._sampling is None
         if self.run is not None:
-            if is_plain and likely is not None and most_logprobs(self._plan.sampled) is None:
+            if is_plain and likely is not None and self._plan.num_logprobs is None:
                 return self._send(likely, more)
             self.run.wait()
         if self._plan.is_padded and self._sampling is not None:  # they may be needed once more
-            self._logits, self._sampling = self._logits.clone(), SamplingRows(*torch.stack(self._sampling))
+            self.logits, self._sampling = self.logits.clone(), SamplingRows(*torch.stack(self._sampling))
         if is_plain:
             # of its own: the next pass may be launched before these tokens are read
-            return self._send(likely.clone() if likely is not None else most_likely(self._logits), more)
-        sampled = choose(self._logits, edits, self._sampling)
+            return self._send(likely.clone() if likely is not None else most_likely(self.logits), more)
+        sampled = choose(self.logits, edits, self._sampling)
         tokens, self._settle = sampled.tokens, sampled.settle
         if sampled.is_settled is not None:
             tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
-        return self._send(checked(tokens, self._logits), more)
+        return self._send(checked(tokens, self.logits), more)
 
     @property
     def sources(self) -> Mapping[Request, int]:
         """The row of the token of each request that has one."""
+        if self._plan.is_plain:
+            return {part.request: row for row, part in enumerate(self._plan.parts) if part.samples}
         rows, start = {}, 0
         for part, own in zip(self._plan.parts, self._plan.sampled, strict=True):
             if own.samples:
@@ -210,12 +211,15 @@ class ForwardPass:
         if self.run is not None:
             self.run.wait()
         tokens, *more = self._arriving.wait()
+        if self._plan.is_plain and self.finite_checkpoints is None:
+            pairs = zip(self._plan.parts, tokens, strict=True)
+            return [Result(token != NOT_FINITE, (token,) if part.samples else ()) for part, token in pairs]
         late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
         checks = more.pop(0) if self.finite_checkpoints is not None else ()
         if late:
             assert self._settle is not None
             with torch_on_one_thread():
-                self._send(checked(self._settle(), self._logits), [])
+                self._send(checked(self._settle(), self.logits), [])
             tokens, *more = self._arriving.wait()
         bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
         return self._results(tokens, more or None, bad, late)
@@ -234,23 +238,21 @@ class ForwardPass:
 
     def _send(self, tokens: Tensor, more: list[Tensor]) -> Tensor:
         """Send tokens to the host, with their log-probabilities; returns them as the device knows them."""
-        count = sum([own.count for own in self._plan.sampled])
-        if len(tokens) > count:  # of padding
-            tokens = tokens[:count]
-        self._arriving = HostCopy([tokens, *more, *(self._logprobs(tokens) or ())])
+        plan = self._plan
+        if len(tokens) > plan.num_sampled:  # of padding
+            tokens = tokens[: plan.num_sampled]
+        logprobs = self._logprobs(tokens, plan.num_logprobs) if plan.num_logprobs is not None else ()
+        self._arriving = HostCopy([tokens, *more, *logprobs])
         return tokens
 
-    def _logprobs(self, tokens: Tensor) -> Logprobs | None:
-        """Log-probabilities of the rows, and of the tokens chosen from them; None: they are not requested."""
+    def _logprobs(self, tokens: Tensor, count: int) -> Logprobs:
+        """Log-probabilities of the `count` most likely tokens of the rows, and of the tokens chosen from them."""
         plan = self._plan
-        most = most_logprobs(plan.sampled)
-        if most is None:
-            return None
-        logits, tokens = self._logits[: len(tokens)], tokens.clamp(min=0)
+        logits, tokens = self.logits[: len(tokens)], tokens.clamp(min=0)
         if plan.targets is not None:
             targets = on_device(torch.tensor(plan.targets), logits.device)
             tokens = torch.where(targets >= 0, targets, tokens)
-        return token_logprobs(logits, tokens, most)
+        return token_logprobs(logits, tokens, count)
 
     def _results(self, tokens: list[int], logprobs: list[Any] | None, bad: set[int], late: set[int]) -> list[Result]:
         """One result per part, from what has arrived: the tokens of all rows, their log-probabilities (None: not

@@ -277,7 +277,7 @@ class Scheduler:
         if self.drafting is not None:
             for part, error in self.drafting.add(decodes):
                 self._fail(part.request, error)
-                decodes = [other for other in decodes if other is not part]
+            decodes = [part for part in decodes if part.is_alive]
             num_rows = len(decodes) + sum([part.num_drafts for part in decodes])
         budget = self.config.max_num_batched_tokens - num_rows
         if self.waiting:
@@ -288,7 +288,7 @@ class Scheduler:
 
     def advance(self, step: Step) -> list[Part]:
         """The pass of a step was launched: count its tokens as computed. Returns the parts that are alive."""
-        alive = step.alive().parts
+        alive = step.alive()
         served: dict[str, int] = {}
         for part in alive:
             request = part.request

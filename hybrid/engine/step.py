@@ -1,89 +1,15 @@
-"""A step: what one forward pass computes."""
+"""A step: what one forward pass computes, request by request, and the rows of logits that tokens are chosen from."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybrid.cache.lease import Lease
 from hybrid.engine.request import Request
 from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
-from hybrid.units import ceil_div
-
-
-@dataclass(frozen=True, slots=True)
-class Branches:
-    """The paths of a tree of drafts, and their pages.
-
-    A tree is computed as the paths that it consists of. Attention finds the keys of a draft where it would find them
-    without any tree, in a block table of its path, and so gives the same bits. The first path is in the pages of the
-    request; each other path has pages of its own from the one on that holds the first draft, and they come last in the
-    request's block table until the pass is over. What paths have in common is computed once and copied.
-
-    Attributes:
-        end: position of the first draft.
-        page_size: tokens of a page.
-        paths: the drafts of each path.
-        home: for each draft the first path that has it.
-        places: where the pages of each path begin in the block table: those from the page of the first draft on.
-    """
-
-    end: int
-    page_size: int
-    paths: tuple[tuple[int, ...], ...]
-    home: tuple[int, ...]
-    places: tuple[int, ...]
-
-    @classmethod
-    def of(cls, drafts: Drafts, end: int, page_size: int, num_pages: int) -> Branches:
-        """The paths of drafts.
-
-        Args:
-            end: position of the first one.
-            page_size: tokens of a page.
-            num_pages: pages of the request without those of the paths after the first.
-        """
-        paths = drafts.paths()
-        home = [len(paths)] * len(drafts)
-        places, place = [end // page_size], num_pages
-        for number, path in enumerate(paths):
-            for at in path:
-                home[at] = min(home[at], number)
-            if number:
-                places.append(place)
-                place += ceil_div(end + len(path), page_size) - end // page_size
-        return cls(end, page_size, paths, tuple(home), tuple(places))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the request with those of all paths."""
-        return self.places[-1] + self.count(len(self.paths) - 1)
-
-    def count(self, number: int) -> int:
-        """Number of pages of a path, from that of the first draft on."""
-        return ceil_div(self.end + len(self.paths[number]), self.page_size) - self.end // self.page_size
-
-    def table(self, number: int, block_table: array[int]) -> array[int]:
-        """The page ids of a path in order."""
-        first, place = self.places[0], self.places[number]
-        return block_table[:first] + block_table[place : place + self.count(number)]
-
-    def slot(self, number: int, position: int, block_table: array[int]) -> int:
-        """The slot of a position on a path, which is not before the page of the first draft."""
-        page = self.places[number] + position // self.page_size - self.places[0]
-        return block_table[page] * self.page_size + position % self.page_size
-
-    def copies(self, block_table: array[int]) -> Iterator[tuple[int, int]]:
-        """(from, to) slots of what the paths after the first have in common with one before them: the tokens before the
-        first draft that are in its page, and drafts."""
-        for number, path in enumerate(self.paths[1:], 1):
-            for position in range(self.places[0] * self.page_size, self.end):
-                yield self.slot(0, position, block_table), self.slot(number, position, block_table)
-            for position, at in enumerate(path, self.end):
-                if self.home[at] != number:
-                    yield self.slot(self.home[at], position, block_table), self.slot(number, position, block_table)
 
 
 class BrokenOffError(Exception):
@@ -92,7 +18,7 @@ class BrokenOffError(Exception):
 
 @dataclass(slots=True)
 class Part:
-    """A request's part in a step: tokens `[start, end)`.
+    """A request's part in a step: tokens `[start, end)`, and a chain of drafts after them.
 
     Attributes:
         lease: the request's lease when the step was scheduled; the step's results belong to it alone.
@@ -104,7 +30,6 @@ class Part:
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
             back. None: there is none.
         num_pages: pages that the lease needs without the drafts.
-        branches: the paths of drafts that are a tree; None: they are a chain.
     """
 
     request: Request
@@ -118,10 +43,9 @@ class Part:
     drafts: Drafts | None = None
     boundary: int | None = None
     num_pages: int = 0
-    branches: Branches | None = None
 
     def boundary_before(self, end: int) -> int | None:
-        """The boundary, if it is before this position."""
+        """Return the boundary, if it is before this position."""
         return self.boundary if self.boundary is not None and self.boundary < end else None
 
     @property
@@ -135,23 +59,19 @@ class Part:
         return self.end - self.start + self.num_drafts
 
     @property
-    def positions(self) -> Sequence[int]:
-        """The position of each token that is computed."""
-        if self.drafts is None:
-            return range(self.start, self.end)
-        if self.branches is None:
-            return range(self.start, self.end + len(self.drafts.tokens))
-        return [*range(self.start, self.end), *(self.end - 1 + depth for depth in self.drafts.depths)]
+    def paths(self) -> Sequence[Sequence[int]]:
+        """The paths that its drafts form, as their indices: one, since each follows the one before."""
+        return (range(self.num_drafts),)
 
     @property
-    def paths(self) -> Sequence[Sequence[int]]:
-        """The paths of its drafts: their indices."""
-        return self.branches.paths if self.branches is not None else (range(self.num_drafts),)
+    def draft_positions(self) -> Sequence[int]:
+        """The position of each draft."""
+        return range(self.end, self.end + self.num_drafts)
 
-    def table(self, draft: int) -> array[int]:
-        """The page ids that a draft sees."""
-        table, branches = self.lease.block_table, self.branches
-        return table if branches is None else branches.table(branches.home[draft], table)
+    def draft_slots(self, page_size: int) -> list[int]:
+        """Return the slot of the K and V of each draft."""
+        table = self.lease.block_table
+        return [table[at // page_size] * page_size + at % page_size for at in self.draft_positions]
 
     @property
     def captured(self) -> list[Checkpoint]:
@@ -175,6 +95,125 @@ class Step:
 
     parts: list[Part]
 
-    def alive(self) -> Step:
-        """The parts whose requests did not end, and were not retracted, since the step was scheduled."""
-        return Step([part for part in self.parts if part.is_alive])
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompt parts."""
+        for at, part in enumerate(self.parts):
+            if not part.is_prefill:
+                return at
+        return len(self.parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether there are no drafts, and all requests are plain."""
+        for part in self.parts:  # noqa: SIM110 - a generator would cost more than what is asked
+            if part.drafts is not None or not part.request.is_plain:
+                return False
+        return True
+
+    def alive(self) -> list[Part]:
+        """Return the parts whose requests did not end, and were not retracted, since the step was scheduled."""
+        return [part for part in self.parts if part.is_alive]
+
+
+class SampledRows(NamedTuple):
+    """The rows of logits of one part: one for its last known token, and one for each draft after it.
+
+    Attributes:
+        samples: the token after its last known one is wanted.
+        num_logprobs: number of log-probabilities that are requested; None: none.
+        drafts: the drafts.
+        count: number of rows.
+        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
+        targets: the tokens after the first rows, whose log-probabilities are requested.
+        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
+    """
+
+    samples: bool
+    num_logprobs: int | None = None
+    drafts: Drafts | None = None
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
+    num_prompt_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+    forks: int = 0
+
+    @property
+    def before(self) -> int:
+        """Number of rows before that of the last known token."""
+        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
+
+    def rows(self, end: int) -> list[int]:
+        """Its rows among the tokens of the batch, of which its own end at `end`."""
+        first = end - (self.count - self.forks)
+        last_known = first + self.before
+        return [*range(first, end), *[last_known] * self.forks]
+
+    @classmethod
+    def of(cls, part: Part) -> SampledRows:
+        """Return the rows of a part."""
+        request, samples = part.request, part.samples
+        count = request.params.logprobs if samples else None
+        if request.params.prompt_logprobs is None and request.completions is None:
+            if part.drafts is None and count is None:
+                return LAST_TOKEN if samples else NOT_SAMPLED
+            return cls(samples, count, part.drafts, part.num_drafts + 1)
+        targets: tuple[int, ...] = ()
+        first = part.end - 1
+        if request.hit_limit < request.prompt_len:
+            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
+            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
+        forks = len(request.forks) if samples else 0
+        return cls(
+            samples,
+            count,
+            part.drafts,
+            part.start + part.num_rows - first + forks,
+            request.params.prompt_logprobs if targets else None,
+            targets,
+            forks,
+        )
+
+
+LAST_TOKEN, NOT_SAMPLED = SampledRows(True), SampledRows(False)
+"""The rows of most parts."""
+
+
+def rows_of(sampled: Sequence[SampledRows], ends: Sequence[int]) -> list[int]:
+    """The rows of logits of parts among the tokens of the batch, of which those of each part end at one of `ends`."""
+    rows: list[int] = []
+    for own, end in zip(sampled, ends, strict=True):
+        rows += (end - 1,) if own.count == 1 else own.rows(end)
+    return rows
+
+
+def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tuple[Request | None, Sequence[int], int]]:
+    """For each row of logits the token that is chosen from it: of which request (None: none is wanted), after which
+    drafts, as if they are right, and after how many tokens that are not in its history yet."""
+    tokens: list[tuple[Request | None, Sequence[int], int]] = []
+    for part, own in zip(parts, sampled, strict=True):
+        request = part.request if own.samples else None
+        if own.count > 1:
+            tokens += [(None, (), 0)] * own.before
+        if own.drafts is None:
+            tokens.append((request, (), part.num_unknown))
+        else:
+            tokens += [(request, path, part.num_unknown) for path in own.drafts.after()]
+        if own.forks:
+            forks: Sequence[Request | None] = part.request.forks or [None] * own.forks  # None: it has ended since
+            tokens += [(fork, (), 0) for fork in forks]
+    return tokens
+
+
+def targets_of(sampled: Sequence[SampledRows]) -> tuple[int, ...] | None:
+    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
+    no others."""
+    if not [own for own in sampled if own.targets]:
+        return None
+    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
+
+
+def most_logprobs(sampled: Sequence[SampledRows]) -> int | None:
+    """Number of log-probabilities that a row has, at most; None: none."""
+    wanted = [own.num_logprobs for own in sampled if own.num_logprobs is not None]
+    wanted += [own.num_prompt_logprobs for own in sampled if own.num_prompt_logprobs is not None]
+    return max(wanted, default=None)

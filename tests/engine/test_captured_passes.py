@@ -354,8 +354,11 @@ def test_the_logits_of_all_graphs_are_in_few_memories() -> None:
     [
         ({"prompt_logprobs": 1}, {}),  # rows of logits as many as the prompt has tokens
         ({"n": 2}, {}),
-        ({}, {"media": object()}),  # embeddings and weights of adapters are not among the numbers of a plan
-        ({}, {"adapter": "one"}),
+        (
+            {},
+            {"media": object(), "is_plain": False},
+        ),  # embeddings and weights of adapters are not among the numbers of a plan
+        ({}, {"adapter": "one", "is_plain": False}),
     ],
 )
 def test_prompts_that_graphs_do_not_know_are_not_padded(

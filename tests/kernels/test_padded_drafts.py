@@ -100,8 +100,8 @@ def test_one_graph_serves_however_drafts_are_dealt_out_and_accepted() -> None:
             replay_states(engine.model, batch.log, replay, engine.cache.state_tensors, CPU)
             expected_memory = put_back(engine, before)
             ran = graphs.run(padded)
-            assert ran.keep is not None
-            ran.keep(replay)
+            assert ran.keep_states is not None
+            ran.keep_states(replay)
         assert same_bits(ran.logits, expected)
         assert all(map(same_bits, put_back(engine, before), expected_memory))
         layouts.append(padded.shape)
