@@ -41,7 +41,6 @@ from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError, Policy
-from hybrid.cache import placement
 from hybrid.cache.config import DEFAULT_PLACEMENT
 from hybrid.checks import STATE_DTYPE_NAMES
 from hybrid.doctor.arrivals import DECODE_RATE, PREFILL_RATE, ClosedLoop
@@ -131,24 +130,7 @@ def serve(cache: HybridCache, key: Key, num_input: int, num_whole: int | None = 
     if lease is None:
         return 0, 0
     hit, pages = lease.num_hit_tokens, lease.explanation.page_hit
-    wanted = placement.of_prompt(
-        names,
-        num_input,
-        grid,
-        branching_len=lease.branching_len,
-        shared=(),
-        declared=(),
-        is_replay=False,
-        hit=hit,
-        spacing=cache.tree.anchor_spacing(num_input),
-    )
-    for position, kind in wanted.items():
-        if position > hit:
-            cache.capture(lease, position, kind)
-    if "geometric" in names:
-        for position in placement.spare(hit, num_input, grid, cache.memory.free_state_share):
-            if position not in wanted and cache.capture_spare(lease, position) is None:
-                break
+    cache.capture_along(lease, num_input, num_input)
     cache.advance(lease, num_input)
     cache.commit(lease, key, num_input // grid * grid)
     if cache.reserve(lease, length):

@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.cache.pins import Pin, Pins
+from hybrid.cache.placement import of_prompt, spare
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.session_hints import SessionHints
@@ -457,6 +458,46 @@ class HybridCache:
         if self.memory.free_state_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
             return None
         return self._capture(lease, num_tokens, Kind.INTERVAL, is_spare=True)
+
+    def capture_along(
+        self,
+        lease: Lease,
+        end: int,
+        prefill_end: int,
+        *,
+        shared: Collection[int] = (),
+        declared: Collection[int] = (),
+        is_replay: bool = False,
+    ) -> None:
+        """Capture checkpoints between the front and `end`, which the next pass computes, where the placement puts them
+        along a prompt: those that are worth evicting others for, and spare ones while memory is free.
+
+        Args:
+            prefill_end, shared, declared, is_replay: as in `hybrid.cache.placement.of_prompt`.
+        """
+        names, start, grid = self.config.placement, lease.front_tokens, self.tree.grid
+        wanted = of_prompt(
+            names,
+            prefill_end,
+            grid,
+            branching_len=lease.branching_len,
+            shared=shared,
+            declared=declared,
+            is_replay=is_replay,
+            hit=lease.num_hit_tokens,
+            spacing=self.tree.anchor_spacing(prefill_end),
+            key=lease.key,
+        )
+        for position, kind in wanted.items():
+            if start < position <= end:
+                self.capture(lease, position, kind)
+        if "geometric" in names and not is_replay:
+            taken = {checkpoint.num_tokens for checkpoint in lease.captured}
+            for position in spare(start, end, grid, self.memory.free_state_share):
+                if position in taken or lease.key.whole(position, 1) != position:
+                    continue
+                if self.capture_spare(lease, position) is None:
+                    break
 
     def _position(self, lease: Lease, num_tokens: int) -> int:
         """Check where a state is to be captured."""

@@ -22,10 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 
-from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import LEFT_OUT, Explanation
-from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request
@@ -34,7 +32,6 @@ from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import REFUSALS, MemoryBudgetError
 from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
-from hybrid.tree.node import Kind
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -543,36 +540,15 @@ class Scheduler:
             end = (start + budget) // config.chunk_size * config.chunk_size
             if end <= start:
                 return None
-        for position, kind in self._wanted(request, lease).items():
-            if start < position <= end:
-                self.cache.capture(lease, position, kind)
-        if "geometric" in config.placement and not request.is_replay:
-            taken = {checkpoint.num_tokens for checkpoint in lease.captured}
-            for position in placement.spare(start, end, self._grid, self.cache.memory.free_state_share):
-                if position in taken or lease.key.whole(position, 1) != position:
-                    continue
-                if self.cache.capture_spare(lease, position) is None:
-                    break
+        declared = () if request.is_replay else request.declared
+        self.cache.capture_along(
+            lease, end, request.prefill_end, shared=request.wanted, declared=declared, is_replay=request.is_replay
+        )
         return Part(request, lease, start, end, True, self._samples(request, end))
 
     def _samples(self, request: Request, end: int) -> bool:
         """Tell whether the token after a part that ends there is not known yet, and wanted."""
         return not request.is_replay and end == len(request.ids) + (request in self._expected)
-
-    def _wanted(self, request: Request, lease: Lease) -> dict[int, Kind]:
-        """Positions of a prompt at which a checkpoint is worth evicting another for, and why."""
-        return placement.of_prompt(
-            self.cache.config.placement,
-            request.prefill_end,
-            self._grid,
-            branching_len=lease.branching_len,
-            shared=request.wanted,
-            declared=() if request.is_replay else request.declared,
-            is_replay=request.is_replay,
-            hit=lease.num_hit_tokens,
-            spacing=self.cache.tree.anchor_spacing(request.prefill_end),
-            key=lease.key,
-        )
 
     # Starting
 
