@@ -9,25 +9,24 @@ hit needs. docs/windows.md has the reasons.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.packed_kv import is_packed
 from hybrid.kernels.reference import attention as twins
-from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, mix_tokens, rotate
-from hybrid.spec import StateTensor
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, norm_eps, rotate
+from hybrid.models.mixers import Context, Mixer, StateMixer, joined
+from hybrid.spec import StateTensor, TokenTensor
 
 WINDOW = "window"
 """Name of the rings of all window layers among the tensors of a state."""
 
 
-class Heads(nn.Module):
+class Heads(Mixer):
     """The parts of every kind of attention: projections, and a norm of queries and keys per head.
 
     Args:
-        layer: its place in a page.
-        head_dim: size of a head.
         query_parts: what the projection of queries gives for each head, in sizes of a head.
         first: tokens of a sequence before this one are not seen.
 
@@ -35,9 +34,9 @@ class Heads(nn.Module):
         scale: of the products of queries and keys.
     """
 
-    def __init__(self, config: Any, layer: int, head_dim: int, query_parts: int = 1, first: int = 0) -> None:
+    def __init__(self, config: Any, query_parts: int = 1, first: int = 0) -> None:
         super().__init__()
-        self.layer = layer
+        head_dim = head_dim_of(config)
         self.first: int = first
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -53,8 +52,8 @@ class Heads(nn.Module):
 
     def add_norms(self, config: Any) -> None:
         """Make the norms of queries and keys."""
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=1.0)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=1.0)
 
     def of_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Keys or values `[T, kv_heads * head_dim]` as `[T, kv_heads, head_dim]`."""
@@ -64,13 +63,17 @@ class Heads(nn.Module):
 class Attention(Heads):
     """A full-attention layer; keys and values are in pages."""
 
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
-        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q, k, v = self.inputs(x, batch)
-        q = self.store(q.unflatten(-1, (self.heads, -1)), k, v, batch, rotary, kv)
-        return self.o_proj(self.attend(q, batch, kv, chunk_size).flatten(1), batch)
+    def kept(self, dtype: torch.dtype) -> tuple[TokenTensor]:
+        """Return the keys and values."""
+        return (TokenTensor.kv(1, self.kv_heads, self.head_dim, dtype),)
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
+        q, k, v = self.inputs(x, context.batch)
+        q = self.store(q.unflatten(-1, (self.heads, -1)), k, v, context)
+        return self.o_proj(self.attend(q, context).flatten(1), context.batch)
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Write keys and values to the slots of the batch.
 
         Args:
@@ -81,14 +84,18 @@ class Attention(Heads):
             The queries, normalised and rotated.
         """
         norms = (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
-        pages, heads = kv[:, self.layer], self.of_heads(k, v)
+        batch, rotary, pages, heads = context.batch, context.rotary, self.pages(context), self.of_heads(k, v)
         q = kernels.norm_rotate_store(q, *heads, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)
         return q
 
-    def attend(self, q: Tensor, batch: Batch, kv: Tensor, chunk_size: int) -> Tensor:
+    def attend(self, q: Tensor, context: Context) -> Tensor:
         """Attention of queries, `[T, heads, head_dim]`."""
-        return attend_to_pages(q, kv[:, self.layer], batch, self.scale, chunk_size, self.first)
+        return attend_to_pages(q, self.pages(context), context.batch, self.scale, context.chunk_size, self.first)
+
+    def pages(self, context: Context) -> Tensor:
+        """The pages of this layer, `[num_pages, 2, page_size, kv_heads, head_dim]`."""
+        return context.kv[:, self.row]
 
 
 def attend_to_pages(q: Tensor, pages: Tensor, batch: Batch, scale: float, chunk_size: int, first: int = 0) -> Tensor:
@@ -104,29 +111,28 @@ def attend_to_pages(q: Tensor, pages: Tensor, batch: Batch, scale: float, chunk_
     for part in batch.groups:
         places = (part.block_table, part.cu_seqlens, part.seq_lens, scale, chunk_size, part.num_splits)
         parts.append(kernels.paged_attention(q[part.rows], pages, *places, first))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined(parts)
 
 
 class PlainAttention(Attention):
     """A full-attention layer without norms; keys and values are in pages.
 
     Args:
-        layer: its place in a page.
         scale: of the products of queries and keys; None: one over the root of a head's size.
     """
 
-    def __init__(self, config: Any, layer: int, scale: float | None = None) -> None:
-        super().__init__(config, layer, head_dim_of(config))
+    def __init__(self, config: Any, scale: float | None = None) -> None:
+        super().__init__(config)
         if scale is not None:
             self.scale = scale
 
     def add_norms(self, config: Any) -> None:
         """Make none."""
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Write keys and values to the slots of the batch. Returns the queries. Where the model has angles, queries and
         keys are rotated."""
-        pages, (k, v) = kv[:, self.layer], self.of_heads(k, v)
+        batch, rotary, pages, (k, v) = context.batch, context.rotary, self.pages(context), self.of_heads(k, v)
         compiled: Any = kernels.compiled_for("elementwise", q)
         if compiled is not None:
             q = compiled.rotate_store(q, k, v, rotary.cos, rotary.sin, pages, batch.slot_mapping)
@@ -141,14 +147,10 @@ class PlainAttention(Attention):
 class NormedAttention(Attention):
     """A full-attention layer whose queries and keys have norms with plain weights."""
 
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__(config, layer, head_dim_of(config))
-
     def add_norms(self, config: Any) -> None:
         """Make the norms of queries and keys."""
-        eps = config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps
-        self.q_norm = RMSNorm(self.head_dim, eps, offset=0.0)
-        self.k_norm = RMSNorm(self.head_dim, eps, offset=0.0)
+        self.q_norm = RMSNorm(self.head_dim, norm_eps(config))
+        self.k_norm = RMSNorm(self.head_dim, norm_eps(config))
 
 
 def head_dim_of(config: Any) -> int:
@@ -157,16 +159,28 @@ def head_dim_of(config: Any) -> int:
     return size
 
 
-class WindowAttention(Heads):
-    """A layer with a sliding window; the keys and values in it are in state slots."""
+class WindowAttention(Heads, StateMixer):
+    """A layer with a sliding window; the keys and values in it are in state slots.
 
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    Args:
+        window: its size in tokens.
+    """
+
+    def __init__(self, config: Any, window: int) -> None:
+        super().__init__(config)
+        self.window = window
+
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor]:
+        """Return the ring of keys and values."""
+        return (StateTensor(WINDOW, (1, 2, self.window, self.kv_heads, self.head_dim), dtype),)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        batch, rotary = context.batch, context.rotary
         q, k, v = self.inputs(x, batch)
         q, (k, v) = q.unflatten(-1, (self.heads, -1)), self.of_heads(k, v)
-        q, k = self.turned(q, k, rotary)
-        y = mix_tokens(self, (q, k, v, batch.positions), batch, state, chunk_size)
-        return self.o_proj(y.flatten(1), batch)
+        q, k = self.turned(q, k, rotary.windows or rotary)
+        return self.o_proj(self.mix((q, k, v, batch.positions), context).flatten(1), batch)
 
     def turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Queries and keys, normalised and rotated."""
@@ -178,19 +192,32 @@ class WindowAttention(Heads):
         """Attention of prompts. The arguments are those of `window_attention`, the scale aside."""
         return window_attention(*args[:-1], self.scale, args[-1])
 
-    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    def prefill(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """Attention of prompts: `inputs` are their queries, keys, values and positions."""
-        prompts, (starts, *slots) = batch.prefills, batch.prompt_slots
+        prompts, (starts, *slots) = context.batch.prefills, context.batch.prompt_slots
         assert prompts is not None
-        return self.attend(*inputs[:3], self._rings(state), starts, prompts.seq_lens, *slots, chunk_size)
+        rings = self.rings(context.state)
+        return self.attend(*inputs[:3], rings, starts, prompts.seq_lens, *slots, context.chunk_size)
 
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """The same for decoded tokens."""
         q, k, v, positions = inputs
-        return decode_windows(q, k, v, positions, self._rings(state), steps, self.scale)
+        return decode_windows(q, k, v, positions, self.rings(state), steps, self.scale)
 
-    def _rings(self, state: dict[str, Tensor]) -> Tensor:
-        return state[WINDOW][:, self.layer]
+    def rings(self, state: dict[str, Tensor]) -> Tensor:
+        """The rings of this layer, `[slots, 2, window, kv_heads, head_dim]`."""
+        return state[WINDOW][:, self.row]
+
+
+class PlainWindowAttention(WindowAttention):
+    """A layer with a sliding window and without norms."""
+
+    def add_norms(self, config: Any) -> None:
+        """Make none."""
+
+    def turned(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Queries and keys, rotated."""
+        return rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
 
 
 def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
@@ -207,11 +234,6 @@ def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
     (source, target), page_size = copies, pages.shape[2]
     kept = pages[source // page_size, :, source % page_size]
     kernels.store_kv(kept[:, 0], kept[:, 1], pages, target)
-
-
-def rings(layers: int, window: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> StateTensor:
-    """The rings of a model: one for each of its window layers."""
-    return StateTensor(WINDOW, (layers, 2, window, kv_heads, head_dim), dtype)
 
 
 def window_attention(query: Tensor, *rest: Any) -> Tensor:

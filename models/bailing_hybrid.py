@@ -8,10 +8,10 @@ from hybrid.models.kda import KimiDeltaAttention, kda_layouts
 from hybrid.models.kimi_linear import KimiLinearForCausalLM
 from hybrid.models.latent_attention import LatentAttention, latent_layouts
 from hybrid.models.layers import Linear
-from hybrid.models.moe import expert_layouts
-from hybrid.models.weights import Layouts, renamed, with_names
+from hybrid.models.mixers import Mixer
+from hybrid.models.moe import ExpertsOnDisk
 
-ON_DISK = {
+PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",
     ".self_attn.": ".attention.",
     ".gate.choice_bias": ".gate.expert_bias",
@@ -20,30 +20,35 @@ ON_DISK = {
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    """Ling 3.0 with its head.
+    """Ling 3.0 with its head: of a `BailingHybridConfig`."""
 
-    Args:
-        config: a `BailingHybridConfig` of transformers.
-        chunk_size: chunk of the linear layers, in tokens.
-        has_predictor: must be False; the family's layers for multi-token prediction are not supported.
-    """
+    names_on_disk = (
+        {".choice_bias": ".e_score_correction_bias"},
+        PUBLISHED,
+        {**PUBLISHED, ".o_proj.": ".dense."},  # of latent attention
+    )
+    parts_on_disk = (
+        ExpertsOnDisk("num_local_experts", "moe_intermediate_size"),
+        kda_layouts,
+        latent_layouts,
+    )
 
     @classmethod
-    def linear(cls, config: Any, layer: int) -> KimiDeltaAttention:
-        """A linear-attention layer."""
+    def linear(cls, config: Any) -> Mixer:
+        """Make the mixer of a linear-attention layer."""
         size, heads = config.hidden_size, config.linear_num_heads
         decay, gate = ({f"{name}_proj": Linear(size, heads * config.linear_head_dim)} for name in "fg")
         lowest = config.kda_lower_bound if config.kda_safe_gate else None
-        return KimiDeltaAttention(config, layer, decay, gate, (heads,), lowest)
+        return KimiDeltaAttention(config, decay, gate, (heads,), lowest)
 
     @classmethod
-    def attention(cls, config: Any, layer: int) -> LatentAttention:
-        """A full-attention layer."""
-        return LatentAttention(config, layer, gated=True)
+    def attention(cls, config: Any) -> Mixer:
+        """Make the mixer of a full-attention layer."""
+        return LatentAttention(config, gated=True)
 
     @classmethod
-    def rotated(cls, config: Any) -> int:
-        """The size of what is rotated."""
+    def rotated_dim(cls, config: Any) -> int:
+        """Return the size of what is rotated."""
         size: int = config.qk_rope_head_dim
         return size
 
@@ -63,13 +68,3 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         """Tell whether a tensor on disk is not used: layers for multi-token prediction come after the others."""
         layer = name.removeprefix("model.layers.").partition(".")[0]
         return layer.isdigit() and int(layer) >= config.num_hidden_layers
-
-    @staticmethod
-    def layouts(parameter: str, config: Any) -> Layouts:
-        """The tensors on disk that make up a parameter."""
-        found = expert_layouts(parameter, config.num_local_experts, config.moe_intermediate_size)
-        found = found or kda_layouts(parameter, config) or latent_layouts(parameter, config)
-        found = found or renamed(parameter, {})
-        own = with_names(found, {".choice_bias": ".e_score_correction_bias"})
-        published = with_names(found, ON_DISK)
-        return (*own, *published, *with_names(published, {".o_proj.": ".dense."}))  # of latent attention

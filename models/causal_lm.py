@@ -1,15 +1,17 @@
 """The common structure of every model family: an embedding, layers, a norm and a head, on a packed batch.
 
-The class of a family makes its layers, lists their tensors per token and per sequence in `spec`, and describes in
-`layouts` how its weights are named and split on disk. The engine, the cache and the loader use nothing else of it.
+A family is a class that says of which parts its layers consist (`blocks`), and where it differs from the others: in
+numbers, in names on disk, in what it refuses. What a model keeps per token and per sequence (`spec`) follows from its
+mixers. The engine, the cache and the loader use nothing else of it.
 """
 
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,13 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
+from hybrid.models.attention import head_dim_of
 from hybrid.models.engine_model import EngineModel
-from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, scaled
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary, norm_eps, scaled
+from hybrid.models.mixers import Block, Context, Layer, Mixer, StateMixer
 from hybrid.models.mtp import MultiTokenPredictor
-from hybrid.models.weights import Layouts, Source
-from hybrid.spec import HybridSpec, LayerTensors
-
-log: logging.Logger = logging.getLogger(__name__)
+from hybrid.models.weights import Layouts, renamed, with_names
+from hybrid.spec import HybridSpec, LayerTensors, StateTensor, TokenTensor
 
 MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
@@ -95,10 +97,18 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
     return Rotary(cos.to(dtype), sin.to(dtype))
 
 
+class Factors(NamedTuple):
+    """Factors of the embeddings, of what a block of a layer gives, and of the logits."""
+
+    embeddings: float = 1.0
+    blocks: float = 1.0
+    logits: float = 1.0
+
+
 class TextModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: Any, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
+    def __init__(self, config: Any, layers: Iterable[Layer], norm: RMSNorm) -> None:
         super().__init__()
         # from_pretrained: the constructor would initialize the weight, which takes seconds on the device "meta"
         self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(
@@ -114,54 +124,43 @@ class CausalLM(EngineModel, ABC):
     Args:
         config: its configuration, of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        head_dim: size of an attention head; 0: nothing is rotated.
-        layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
-            (residual is None for the first layer), and it returns its output as two such terms. Its `linear` is the
-            mixer whose state is in state slots, its `attention` the one whose keys and values are in pages, None where
-            it has none. The `layer` of a mixer is its row in the tensors of its kind, of two the same one. Where
-            mixers keep different tensors of the state, each names its own in `state_names`.
-        norm: the final norm.
-        predictor: drafts tokens; None: the model has none, or it is not loaded.
+        has_predictor: the checkpoint has a predictor, and it is loaded.
 
     Attributes:
-        waits_for_device: on a GPU a decode step reads a result of the device on the host, so that it cannot be
-            captured.
+        layer_kinds: types of layers of which a model must have each.
+        norm_offset: of the norms of layers and the final norm, as of `RMSNorm`.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
         rotates_partly: a part of a head may be rotated, as `partial_rotary_factor` says.
-        layer_kinds: types of layers of which a model must have each.
-        embedding_scale, logits_scale: factors of the embeddings, and of the logits.
-        mtp: the predictor.
+        names_on_disk: parts of the names of parameters and what they are on disk; several where there are several ways
+            to store a model.
+        parts_on_disk: functions that know parameters which are stored in parts, or as a part: of the name of another
+            one they return None.
+        mtp: the predictor, which drafts tokens; None: there is none.
+        mixers: those of all layers.
     """
 
-    waits_for_device: bool = False
+    layer_kinds: tuple[str, ...] = ("linear_attention", "full_attention")
+    norm_offset: float = 0.0
     rotary_layers: str | None = None
     rotates_partly: bool = False
-    layer_kinds: tuple[str, ...] = ("linear_attention", "full_attention")
-    embedding_scale: float = 1.0
-    logits_scale: float = 1.0
+    names_on_disk: tuple[Mapping[str, str], ...] = ({},)
+    parts_on_disk: tuple[Callable[[str, Any], Layouts | None], ...] = ()
 
-    def __init__(
-        self,
-        config: Any,
-        chunk_size: int,
-        head_dim: int,
-        layers: Iterable[nn.Module],
-        norm: RMSNorm,
-        predictor: MultiTokenPredictor | None = None,
-    ) -> None:
+    def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
         super().__init__(config)
         self.chunk_size = chunk_size
-        self.model = TextModel(config, layers, norm)
+        self.model = TextModel(config, self.layers(config), self.norm(config))
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.mtp: MultiTokenPredictor | None = predictor
+        self.mtp: MultiTokenPredictor | None = self.predictor(config) if has_predictor else None
+        self.mixers = [mixer for layer in self.all_layers for mixer in layer.mixers]
+        number_rows(self.mixers)
+        self.factors = self.factors_of(config)
         if config.tie_word_embeddings:
             self.tie_head()
-        self.inverse_frequencies: Tensor
-        self.rotary_scale: float
         self.inverse_frequencies, self.rotary_scale = torch.empty(0, device="cpu"), 1.0
         sections = MROPE_SECTION
-        if head_dim:
+        if head_dim := self.rotated_dim(config):
             self.inverse_frequencies, self.rotary_scale = rotary_frequencies(
                 config, head_dim, self.rotary_layers, self.rotates_partly
             )
@@ -172,9 +171,66 @@ class CausalLM(EngineModel, ABC):
                 axes[axis : 3 * size : 3] = axis
         self.axes: Tensor = axes.repeat(2)
 
+    @classmethod
+    @abstractmethod
+    def blocks(cls, config: Any, kind: str, index: int) -> tuple[Block, ...]:
+        """Make the parts of a layer.
+
+        Args:
+            kind: its type.
+            index: its number.
+        """
+
+    @classmethod
+    def layer(cls, config: Any, kind: str, index: int) -> Layer:
+        """Make a layer."""
+        return Layer(partial(cls.norm, config), *cls.blocks(config, kind, index), scale=cls.factors_of(config).blocks)
+
+    @classmethod
+    def layers(cls, config: Any) -> list[Layer]:
+        """Make all layers of a model."""
+        return [cls.layer(config, kind, index) for index, kind in enumerate(cls.kinds(config))]
+
+    @classmethod
+    def kinds(cls, config: Any) -> Sequence[str]:
+        """Return the types of all layers."""
+        kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+        return kinds or ["full_attention"] * config.num_hidden_layers
+
+    @classmethod
+    def norm(cls, config: Any) -> RMSNorm:
+        """Make a norm of rows."""
+        return RMSNorm(config.hidden_size, norm_eps(config), cls.norm_offset)
+
+    @classmethod
+    def predictor(cls, config: Any) -> MultiTokenPredictor | None:
+        """Make the predictor; None: the family has none here."""
+        return None
+
+    @classmethod
+    def factors_of(cls, config: Any) -> Factors:
+        """Return the factors of a model."""
+        return Factors()
+
+    @classmethod
+    def rotated_dim(cls, config: Any) -> int:
+        """Return the size of a head whose positions are rotary; 0: none is."""
+        return head_dim_of(config)
+
     def tie_head(self) -> None:
         """Share the embedding's weight with the head."""
         self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight, requires_grad=False)
+
+    @property
+    def all_layers(self) -> list[Layer]:
+        """The layers in the order in which they compute, those of the predictor last."""
+        layers: Iterable[Any] = (*self.model.layers, *(self.mtp.layers if self.mtp is not None else ()))
+        return [*layers]
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Tell whether a decode step on a GPU reads a result of the device on the host."""
+        return any(mixer.waits_for_device for mixer in self.mixers)
 
     @property
     def decode_can_be_recorded(self) -> bool:
@@ -184,10 +240,13 @@ class CausalLM(EngineModel, ABC):
             return not any(getattr(module, "reads_on_host", False) for module in self.modules())
         return kernels.uses_triton(self.lm_head.weight.device) and not self.waits_for_device
 
-    @staticmethod
-    @abstractmethod
-    def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
-        """The tensors per token and per sequence of a model of this configuration."""
+    @classmethod
+    def spec(cls, config: Any, dtype: torch.dtype) -> HybridSpec:
+        """Return the tensors per token and per sequence of a model of this configuration."""
+        with torch.device("meta"):
+            layers = cls.layers(config)
+        number_rows(mixer for layer in layers for mixer in layer.mixers)
+        return spec_of(config, layers, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,22 +254,9 @@ class CausalLM(EngineModel, ABC):
         return self.model.norm.weight.dtype
 
     def own_spec(self) -> HybridSpec:
-        """Return the spec of this model by layers, with what its predictor keeps, which comes last."""
-        spec = self.spec(self.config, self.dtype)
-        tokens = tuple(tensor.name for tensor in spec.tokens)
-        states = tuple(tensor.name for tensor in spec.state)
-        decoder: Iterable[Any] = self.model.layers
-        layers = []
-        for layer in decoder:
-            linear, attention = layer.linear, layer.attention
-            row = next((mixer.layer for mixer in (linear, attention) if mixer is not None), 0)
-            kept = () if linear is None else getattr(linear, "state_names", states)
-            layers.append(LayerTensors(row, tokens if attention is not None else (), kept))
-        if self.mtp is not None:
-            predictor: Any = self.mtp.layers[0]
-            spec = self.mtp.extend(spec, self.config.hidden_size)
-            layers.append(LayerTensors(predictor.parts[1].layer, tokens))
-        return replace(spec, layers=(*layers,))
+        """Return the spec of this model, with what its predictor keeps, which comes last."""
+        spec = spec_of(self.config, self.all_layers, self.dtype)
+        return spec if self.mtp is None else replace(spec, state=(*spec.state, *self.mtp.last_hidden.kept(self.dtype)))
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
@@ -221,14 +267,17 @@ class CausalLM(EngineModel, ABC):
         if getattr(config, "hidden_act", "silu") != "silu":
             return f"hidden_act {config.hidden_act!r} is not supported, only 'silu'"
         for kind in cls.layer_kinds:
-            if kind not in config.layer_types:
+            if kind not in cls.kinds(config):
                 return f"no {kind} layer in layer_types; this package runs hybrid models"
         return None
 
-    @staticmethod
-    def layouts(parameter: str, config: Any) -> Layouts:
-        """The tensors on disk that make up a parameter; several layouts when there are several ways to store it."""
-        return ((Source(parameter),),)
+    @classmethod
+    def layouts(cls, parameter: str, config: Any) -> Layouts:
+        """Return the tensors on disk that make up a parameter; several layouts when there are several ways to store
+        it."""
+        known = (found for stored in cls.parts_on_disk if (found := stored(parameter, config)) is not None)
+        found = next(known, renamed(parameter, {}))
+        return [layout for names in cls.names_on_disk for layout in with_names(found, names)]
 
     @staticmethod
     def ignores(name: str, config: Any) -> bool:
@@ -252,12 +301,13 @@ class CausalLM(EngineModel, ABC):
         if batch.embedded is not None:
             embedded[batch.embedded.rows] = batch.embedded.values.to(embedded.dtype)
         x, residual = embedded, None
+        context = Context(batch, rotary, kv, state, self.chunk_size)
         arriving = batch.arriving
         layer: Any
         for index, layer in enumerate(self.model.layers):
             if arriving is not None:
                 arriving.wait(index)
-            x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
+            x, residual = layer(x, residual, context)
         assert residual is not None
         if arriving is not None:
             arriving.settle()
@@ -266,7 +316,7 @@ class CausalLM(EngineModel, ABC):
         takes_all = batch.prefills is None and len(rows) == len(x)
         if self.mtp is not None:
             hidden = self.model.norm.of_sum(x, residual)[1]
-            self.mtp.keep(embedded, hidden, batch, rotary, kv, state)
+            self.mtp.keep(embedded, hidden, context)
             return self._logits(hidden if takes_all else hidden[rows], batch)
         if not takes_all:
             x, residual = x[rows], residual[rows]
@@ -276,12 +326,12 @@ class CausalLM(EngineModel, ABC):
         """`[S, vocab]` fp32 of final hidden states, which are single rows."""
         decode_start = 0 if batch.is_batch_invariant else None
         logits = linear(x, self.lm_head.weight, decode_start, self.lm_head.scale).float()
-        return scaled(logits, self.logits_scale)
+        return scaled(logits, self.factors.logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
         x: Tensor = self.model.embed_tokens(token_ids)
-        return scaled(x.to(self.dtype), self.embedding_scale)
+        return scaled(x.to(self.dtype), self.factors.embeddings)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,9 +347,9 @@ class CausalLM(EngineModel, ABC):
             `[R, vocab]` fp32 logits of the token after each, and the predictor's hidden states `[R, hidden_size]`.
         """
         assert self.mtp is not None
-        rotary = self._rotary_of(batch)
+        context = Context(batch, self._rotary_of(batch), kv, {}, self.chunk_size)
         embedded = self.embed(batch.token_ids)
-        hidden = self.mtp(embedded, hidden, batch, rotary, kv, self.chunk_size)
+        hidden = self.mtp(embedded, hidden, context)
         return self._logits(hidden, batch), hidden
 
     @torch.inference_mode()
@@ -314,8 +364,7 @@ class CausalLM(EngineModel, ABC):
             steps: where their states are read and written.
             state: the state pool's tensors by name; written.
         """
-        layers: Iterable[Any] = self.model.layers
-        mixers = [layer.linear for layer in layers if layer.linear is not None]
+        mixers = [mixer for mixer in self.mixers if isinstance(mixer, StateMixer)]
         mixers += [self.mtp.last_hidden] if self.mtp is not None else []
         for mixer, inputs in zip(mixers, log, strict=True):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
@@ -356,3 +405,41 @@ class CausalLM(EngineModel, ABC):
         host. A predictor keeps the last hidden state of every prompt, also of one that is padding."""
         device = self.lm_head.weight.device
         return self.decode_can_be_recorded and kernels.uses_triton(device) and self.mtp is None
+
+
+def number_rows(mixers: Iterable[Mixer]) -> None:
+    """Give each mixer of a model its row in the tensors that it keeps, which all mixers that keep them share."""
+    counts: Counter[str] = Counter()
+    for mixer in mixers:
+        names = [tensor.name for tensor in mixer.kept(torch.float32)]
+        mixer.row = counts[names[0]]
+        counts.update(names)
+
+
+def spec_of(config: Any, layers: Iterable[Layer], dtype: torch.dtype) -> HybridSpec:
+    """Return what layers keep, whose mixers have rows.
+
+    Args:
+        config: of their model.
+        dtype: of their model.
+    """
+    tokens: dict[str, TokenTensor] = {}
+    states: dict[str, StateTensor] = {}
+    listed = []
+    for layer in layers:
+        row = 0
+        own: tuple[list[str], list[str]] = [], []
+        for mixer in layer.mixers:
+            row = mixer.row
+            for tensor in mixer.kept(dtype):
+                if isinstance(tensor, TokenTensor):
+                    tokens[tensor.name] = replace(tensor, outer=(row + 1, *tensor.outer[1:]))
+                    own[0].append(tensor.name)
+                else:
+                    states[tensor.name] = replace(tensor, shape=(row + 1, *tensor.shape[1:]))
+                    own[1].append(tensor.name)
+        listed.append(LayerTensors(row, *map(tuple, own)))
+    if not tokens:  # pages are empty
+        nothing = TokenTensor.kv(0, config.num_key_value_heads, head_dim_of(config), dtype)
+        tokens[nothing.name] = nothing
+    return HybridSpec((*tokens.values(),), (*states.values(),), (*listed,))

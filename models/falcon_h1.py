@@ -4,17 +4,15 @@ own: embeddings, logits, the parts of the projections, and what the two mixers a
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.models.attention import PlainAttention, head_dim_of
-from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, ResidualLayer, RMSNorm, Rotary, scaled
+from hybrid.models.causal_lm import CausalLM, Factors
+from hybrid.models.layers import MLP, scaled
 from hybrid.models.mamba2 import Mamba2, Mamba2Sizes
-from hybrid.models.weights import Layouts, renamed
-from hybrid.spec import HybridSpec, TokenTensor
+from hybrid.models.mixers import Block, Context
 
 
 class ScaledMLP(MLP):
@@ -31,41 +29,29 @@ class ScaledMLP(MLP):
         return scaled(y, self.scales[1])
 
 
-class FalconLayer(ResidualLayer):
-    """One layer. Its parts have the names of the checkpoint."""
+class ScaledMamba2(Mamba2):
+    """Mamba-2; what it gives has a factor."""
 
-    is_linear: bool = True
+    def __init__(self, config: Any) -> None:
+        super().__init__(sizes_of(config))
+        self.scale: float = config.ssm_out_multiplier
 
-    def __init__(self, config: Any, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.mamba = Mamba2(sizes_of(config), layer)
-        scale = head_dim_of(config) ** -0.5 * config.key_multiplier  # keys are kept without their factor
-        self.self_attn = PlainAttention(config, layer, scale)
-        self.feed_forward = ScaledMLP(config)
-        self.input_layernorm = RMSNorm(size, eps, offset=0.0)
-        self.pre_ff_layernorm = RMSNorm(size, eps, offset=0.0)
-        self.attention_scales: tuple[float, float] = (config.attention_in_multiplier, config.attention_out_multiplier)
-        self.linear_scale: float = config.ssm_out_multiplier
-        self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
-            self.input_layernorm,
-            self.mamba,
-            self.pre_ff_layernorm,
-            self.feed_forward,
-        )
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        return scaled(super().forward(x, context), self.scale)
 
-    @property
-    def attention(self) -> PlainAttention:
-        """The mixer whose keys and values are in pages."""
-        return self.self_attn
 
-    def mix(
-        self, y: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int
-    ) -> Tensor:
-        """The sum of what both mixers give for normalised rows."""
-        before, after = self.attention_scales
-        seen = self.self_attn(scaled(y, before), batch, rotary, kv, chunk_size)
-        return scaled(self.mamba(y, batch, state, chunk_size), self.linear_scale) + scaled(seen, after)
+class ScaledAttention(PlainAttention):
+    """Full attention; its rows, its keys and what it gives have factors. Keys are kept without theirs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, head_dim_of(config) ** -0.5 * config.key_multiplier)
+        self.scales: tuple[float, float] = (config.attention_in_multiplier, config.attention_out_multiplier)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
+        before, after = self.scales
+        return scaled(super().forward(scaled(x, before), context), after)
 
 
 def sizes_of(config: Any) -> Mamba2Sizes:
@@ -80,24 +66,21 @@ def sizes_of(config: Any) -> Mamba2Sizes:
 
 
 class FalconH1ForCausalLM(CausalLM):
-    """Falcon-H1 with its head.
+    """Falcon-H1 with its head: of a `FalconH1Config`."""
 
-    Args:
-        config: a `FalconH1Config` of transformers.
-        chunk_size: chunk of the linear layers, in tokens.
-        has_predictor: must be False; the family has no layer for multi-token prediction.
-    """
+    layer_kinds = ()
+    names_on_disk = ({"model.norm.": "model.final_layernorm."},)
 
-    waits_for_device: bool = True  # the state space rule reads the slots on the host
-    layer_kinds: tuple[str, ...] = ()
+    @classmethod
+    def blocks(cls, config: Any, kind: str, index: int) -> tuple[Block, ...]:
+        """Make the parts of a layer."""
+        mixers = Block("input_layernorm", mamba=ScaledMamba2(config), self_attn=ScaledAttention(config))
+        return mixers, Block("pre_ff_layernorm", feed_forward=ScaledMLP(config))
 
-    def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
-        assert not has_predictor
-        layers = (FalconLayer(config, index) for index in range(config.num_hidden_layers))
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-        super().__init__(config, chunk_size, head_dim_of(config), layers, norm)
-        self.embedding_scale: float = config.embedding_multiplier
-        self.logits_scale: float = config.lm_head_multiplier
+    @classmethod
+    def factors_of(cls, config: Any) -> Factors:
+        """Return the factors of a model."""
+        return Factors(embeddings=config.embedding_multiplier, logits=config.lm_head_multiplier)
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
@@ -107,17 +90,3 @@ class FalconH1ForCausalLM(CausalLM):
         if config.mamba_proj_bias and config.ssm_in_multiplier != 1:
             return "mamba_proj_bias=True is not supported with an ssm_in_multiplier other than 1"
         return super().unsupported(config)
-
-    @staticmethod
-    def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
-        """The tensors per token and per sequence of a model of this configuration."""
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return HybridSpec(
-            tokens=(TokenTensor.kv(layers, heads, head_dim_of(config), dtype),),
-            state=sizes_of(config).states(layers, dtype),
-        )
-
-    @staticmethod
-    def layouts(parameter: str, config: Any) -> Layouts:
-        """The tensors on disk that make up a parameter."""
-        return renamed(parameter, {"model.norm.": "model.final_layernorm."})

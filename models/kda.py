@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference import convolution, kda, state_space
-from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, mix_tokens
+from hybrid.kernels.reference import kda, state_space
+from hybrid.models.layers import DepthwiseWeight, Linear, RMSNorm, weight
+from hybrid.models.mixers import Context, ConvolvedMixer
 from hybrid.models.weights import Layouts, Source
-from hybrid.spec import StateTensor
 
 GATES = {
     ".f_proj.": ".forget_gate.f_proj.",
@@ -28,29 +28,28 @@ GATES = {
 """Parts of names, as published, and what transformers has for them in memory."""
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(ConvolvedMixer):
     """A linear-attention layer.
 
     Args:
         config: has the sizes `linear_num_heads`, `linear_head_dim` and `linear_conv_kernel_dim`.
-        layer: its row in the states.
         decay: the projections of the decays, which are products one after another, and likewise of the output's gate,
             by name.
         rates: shape of the rates of decay as they are stored.
         lowest: the log of a decay is above it; None: it has no bound.
     """
 
+    has_kernel = True
+
     def __init__(
         self,
         config: Any,
-        layer: int,
         decay: Mapping[str, Linear],
         gate: Mapping[str, Linear],
         rates: tuple[int, ...],
         lowest: float | None,
     ) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim: int = config.linear_head_dim
         self.lowest: float | None = lowest
         size, heads = config.hidden_size, config.linear_num_heads
@@ -65,38 +64,36 @@ class KimiDeltaAttention(nn.Module):
         self.rates: tuple[Tensor, Tensor] | None = None
         self.ones: dict[torch.dtype, Tensor] = {}
         self.conv1d = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
-        self.A_log = nn.Parameter(torch.empty(rates), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(inner), requires_grad=False)
-        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, offset=0.0)
+        self.state_shape = (heads, self.head_dim, self.head_dim)
+        self.A_log = weight(*rates)
+        self.dt_bias = weight(inner)
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = Linear(inner, size)
 
-    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        batch = context.batch
         mixed = torch.cat([each(x, batch) for each in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         b = self.b_proj(x, batch)
         g, beta = self._decays(_chained(self._decay, x, batch)), kernels.sigmoid_and_mul(self._ones(b), b)
-        y = self.o_norm(mix_tokens(self, (mixed, g, beta), batch, state, chunk_size))
+        y = self.o_norm(self.mix((mixed, g, beta), context))
         gate = _chained(self._gate, x, batch).float().view(y.shape)
         return self.o_proj(kernels.sigmoid_and_mul(y.flatten(1), gate.flatten(1)).to(x.dtype), batch)
 
-    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
-        """The convolution and the rule for prompts: `inputs` are their rows of `mixed`, and their gates."""
-        mixed, g, beta = inputs
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        taps, slots, own = self.conv1d.weight.squeeze(1), batch.prompt_slots, batch.needs_own_kernels
-        q, k, v = self._split(kernels.causal_conv1d(mixed, taps, conv, *slots, batch_invariant=own))
-        y: Tensor = _computes(q).chunk_kda(q, k, v, g, beta, recurrent, *slots, chunk_size)
+    def rule(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
+        """Compute the rule for prompts: `inputs` are queries, keys, values and gates."""
+        states, slots = self.states(context.state), context.batch.prompt_slots
+        y: Tensor = _computes(inputs[0]).chunk_kda(*inputs, states, *slots, context.chunk_size)
         return y
 
-    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The same for decoded tokens."""
-        mixed, g, beta = inputs
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        taps, slots = self.conv1d.weight.squeeze(1), (steps.read, steps.write)
-        convolved: Any = kernels.compiled_for("convolution", mixed) or convolution
-        q, k, v = self._split(convolved.causal_conv1d_update(mixed, taps, conv, *slots))
-        y: Tensor = _computes(q).kda_step(q, k, v, g, beta, recurrent, *slots)
+    def rule_step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """Compute the rule for decoded tokens."""
+        y: Tensor = _computes(inputs[0]).kda_step(*inputs, self.states(state), steps.read, steps.write)
         return y
+
+    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
+        """Split what the convolution gives into queries, keys and values by head."""
+        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in convolved.chunk(3, dim=-1))
 
     def _decays(self, x: Tensor) -> Tensor:
         """The logs of the decays, `[T, heads, head_dim]` fp32, of their projection."""
@@ -119,9 +116,6 @@ class KimiDeltaAttention(nn.Module):
             one = self.ones[like.dtype] = like.new_ones(1, like.shape[1])
         return one[:, : like.shape[1]].expand_as(like)
 
-    def _split(self, mixed: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in mixed.chunk(3, dim=-1))
-
 
 def _computes(x: Tensor) -> Any:
     """The module whose functions compute the rule."""
@@ -133,15 +127,6 @@ def _chained(products: tuple[Linear, ...], x: Tensor, batch: Batch) -> Tensor:
     for product in products:
         x = product(x, batch)
     return x
-
-
-def kda_states(config: Any, layers: int, dtype: torch.dtype) -> tuple[StateTensor, StateTensor]:
-    """The tensors per sequence of some layers."""
-    heads, size = config.linear_num_heads, config.linear_head_dim
-    return (
-        StateTensor("recurrent", (layers, heads, size, size), torch.float32),
-        StateTensor("conv", (layers, config.linear_conv_kernel_dim - 1, 3 * heads * size), dtype),
-    )
 
 
 def kda_layouts(parameter: str, config: Any) -> Layouts | None:

@@ -8,22 +8,22 @@ So the same kernels serve as for other attention, with one head of keys whose va
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import linear
 from hybrid.models.attention import attend_to_pages, copy_keys_and_values
-from hybrid.models.layers import Linear, RMSNorm, Rotary, rotate
+from hybrid.models.layers import Linear, RMSNorm, Rotary, rotate, weight
+from hybrid.models.mixers import Context, Mixer
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import TokenTensor
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Mixer):
     """A full-attention layer; what keys and values are made of is in pages.
 
     Args:
-        layer: its place in a page.
         scale: of the products of queries and keys; None: one over the root of a key's size.
         gated: what a head gives has a gate.
 
@@ -32,9 +32,8 @@ class LatentAttention(nn.Module):
             `[heads * size, kv_lora_rank]`. Adapters do not change them.
     """
 
-    def __init__(self, config: Any, layer: int, scale: float | None = None, gated: bool = False) -> None:
+    def __init__(self, config: Any, scale: float | None = None, gated: bool = False) -> None:
         super().__init__()
-        self.layer = layer
         self.heads: int = config.num_attention_heads
         self.rank: int = config.kv_lora_rank
         self.sizes: tuple[int, int] = (config.qk_nope_head_dim, config.qk_rope_head_dim)
@@ -45,28 +44,33 @@ class LatentAttention(nn.Module):
             self.q_proj = Linear(size, queries)
         else:
             self.q_a_proj = Linear(size, short, bias)
-            self.q_a_layernorm = RMSNorm(short, 1e-6, offset=0.0)
+            self.q_a_layernorm = RMSNorm(short, 1e-6)
             self.q_b_proj = Linear(short, queries)
         self.is_short: bool = short is not None
         self.kv_a_proj_with_mqa = Linear(size, self.rank + self.sizes[1], bias)
-        self.kv_a_layernorm = RMSNorm(self.rank, 1e-6, offset=0.0)
-        self.key_up = nn.Parameter(torch.empty(self.heads * self.sizes[0], self.rank), requires_grad=False)
-        self.value_up = nn.Parameter(torch.empty(self.heads * config.v_head_dim, self.rank), requires_grad=False)
+        self.kv_a_layernorm = RMSNorm(self.rank, 1e-6)
+        self.key_up = weight(self.heads * self.sizes[0], self.rank)
+        self.value_up = weight(self.heads * config.v_head_dim, self.rank)
         self.o_proj = Linear(self.heads * config.v_head_dim, size, bias)
         self.g_proj: Linear | None = Linear(size, self.heads) if gated else None
         self.turned_key_up: Tensor | None = None
 
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+    def kept(self, dtype: torch.dtype) -> tuple[TokenTensor]:
+        """Return the rows of tokens."""
+        return (TokenTensor("kv", (1, 1), (1, self.rank + self.sizes[1]), dtype),)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes the rows of its tokens to the slots of the batch."""
+        batch, rotary, kv = context.batch, context.rotary, context.kv
         plain, turned = self._queries(x, batch).unflatten(-1, (self.heads, -1)).split(self.sizes, dim=-1)
         row, turned_row = self.kv_a_proj_with_mqa(x, batch).split((self.rank, self.sizes[1]), dim=-1)
         turned, turned_row = _rotated(turned, rotary), _rotated(turned_row.unsqueeze(1), rotary)
         rows = torch.cat((self.kv_a_layernorm(row), turned_row.flatten(1)), dim=-1).unsqueeze(1)
         parts = zip(_by_head(plain, self._key_up(), batch), turned.unbind(1), strict=True)
         q = torch.cat([part for both in parts for part in both], dim=-1).unflatten(-1, (self.heads, -1))
-        pages = kv[:, self.layer].expand(-1, 2, *kv.shape[3:])  # values lie where keys do
+        pages = kv[:, self.row].expand(-1, 2, *kv.shape[3:])  # values lie where keys do
         q = _stored(q, rows, pages, batch)
-        seen = attend_to_pages(q, pages, batch, self.scale, chunk_size)[..., : self.rank]
+        seen = attend_to_pages(q, pages, batch, self.scale, context.chunk_size)[..., : self.rank]
         y = torch.cat(_by_head(seen, self.value_up.unflatten(0, (self.heads, -1)), batch), dim=-1)
         if self.g_proj is not None:
             heads = y.unflatten(-1, (self.heads, -1)).flatten(0, 1)
@@ -121,11 +125,6 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
         y: Tensor = compiled.rotate_pairs(x, rotary.cos, rotary.sin)
         return y
     return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), rotary.cos, rotary.sin)
-
-
-def latent_rows(config: Any, layers: int, dtype: torch.dtype) -> TokenTensor:
-    """The rows of some layers in pages."""
-    return TokenTensor("kv", (layers, 1), (1, config.kv_lora_rank + config.qk_rope_head_dim), dtype)
 
 
 def latent_layouts(parameter: str, config: Any) -> Layouts | None:

@@ -1,17 +1,17 @@
-"""The layers that model families share.
+"""The parts of layers that model families share, those that see one token at a time: products, norms, activations.
 
-Parameters have the names of the checkpoint. A layer works on the rows of a packed batch and knows no requests.
+Parameters have the names of the checkpoint. A part works on the rows of a packed batch and knows no requests.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch, Group, StateSteps
+from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import linear
 from hybrid.kernels.packed_weights import is_packed_weight, steps, unpack
@@ -24,10 +24,17 @@ class Rotary:
 
     Attributes:
         cos, sin: `[T, rotary_dim]`, in the dtype of the model.
+        windows: those of layers with a sliding window; None: the same.
     """
 
     cos: Tensor
     sin: Tensor
+    windows: "Rotary | None" = None
+
+
+def weight(*shape: int) -> nn.Parameter:
+    """Make a parameter, to be filled by the loader."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -45,8 +52,8 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.shape: tuple[int, int] = (outputs, inputs)
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.weight = weight(outputs, inputs)
+        self.bias = weight(outputs) if bias else None
         self.scale: Tensor | None = None
 
     @property
@@ -164,11 +171,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: `x / rms(x) * (offset + weight)`, in fp32. Qwen stores weights with an offset of 1."""
+    """Root-mean-square norm: `x / rms(x) * (offset + weight)`, in fp32. Qwen3.5 and Gemma have an offset of 1."""
 
-    def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = weight(size)
         self.eps: float = eps
         self.offset = offset
         self.scale: Tensor | None = None
@@ -197,7 +204,7 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = weight(size)
         self.eps: float = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -210,8 +217,13 @@ class DepthwiseWeight(nn.Module):
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
-        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
+        self.weight = weight(channels, 1, width)
+        self.bias = weight(channels) if bias else None
+
+    @property
+    def taps(self) -> Tensor:
+        """The weight as the kernels take it, `[channels, width]`."""
+        return self.weight.squeeze(1)
 
 
 class MLP(nn.Module):
@@ -243,120 +255,11 @@ class MLP(nn.Module):
         return self.down_proj(y, batch)
 
 
-class LinearMixer(Protocol):
-    """A part of a model that keeps states of sequences, as a linear-attention layer does."""
-
-    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
-        """Compute the tokens of prompts.
-
-        Args:
-            inputs: `[N, ...]` what the states after them are computed from.
-            batch: whose prompts they are.
-            state: the state pool's tensors by name; written.
-            chunk_size: chunk of the linear layers, in tokens.
-        """
-        ...
-
-    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """Compute decoded tokens.
-
-        Args:
-            inputs: `[N, ...]` what the states after them are computed from.
-            steps: where states are read and written.
-            state: the state pool's tensors by name; written.
-        """
-        ...
-
-
-def mix_tokens(
-    mixer: LinearMixer, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int
-) -> Tensor:
-    """A mixer's output for the tokens of a batch, from their `inputs`, one row each. Those of decoded tokens go to the
-    batch's log if it has one."""
-    parts = []
-    if (prompts := batch.prefills) is not None:
-        parts.append(mixer.prefill(tuple(part[prompts.rows] for part in inputs), batch, state, chunk_size))
-    if (decodes := batch.decodes) is not None:
-        own = tuple(part[decodes.rows] for part in inputs)
-        if batch.log is not None:
-            batch.log.append(own)
-        parts.append(unrolled(mixer.step, own, decodes, state))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def unrolled(
-    step: Callable[[tuple[Tensor, ...], StateSteps, dict[str, Tensor]], Tensor],
-    inputs: tuple[Tensor, ...],
-    decodes: Group,
-    state: dict[str, Tensor],
-) -> Tensor:
-    """What a function like `LinearMixer.step` gives for the decoded tokens of a batch, each path of drafts alone."""
-    if decodes.unrolled is None:
-        return step(inputs, decodes.steps, state)
-    rows, places = decodes.unrolled
-    return step(tuple(part[rows] for part in inputs), decodes.steps, state)[places]
-
-
-class ResidualLayer(nn.Module):
-    """One layer of a model: a mixer, then a feed-forward part, each after a norm and with a residual connection.
-
-    Families give these parts the names of their checkpoints, and list them in `parts`.
-
-    Attributes:
-        is_linear: the mixer is a linear-attention layer rather than full attention.
-        parts: the norm before the mixer, the mixer, the norm before the feed-forward part, the feed-forward part.
-        residual_scale: what the mixer and the feed-forward part give is multiplied by it.
-    """
-
-    is_linear: bool
-    parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module]
-    residual_scale: float = 1.0
-
-    @property
-    def linear(self) -> Any:
-        """The mixer whose state is in state slots; None: there is none."""
-        return self.parts[1] if self.is_linear else None
-
-    @property
-    def attention(self) -> Any:
-        """The mixer whose keys and values are in pages; None: there is none."""
-        return None if self.is_linear else self.parts[1]
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        rotary: Rotary,
-        kv: Tensor,
-        state: dict[str, Tensor],
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layer on `x + residual`. Returns its output as two such terms, which the next norm adds.
-
-        Args:
-            x, residual: `[T, hidden_size]`; None: there is no second term.
-            batch: the plan of the step.
-            rotary: the angles of its tokens.
-            kv: the pages of all layers.
-            state: the state pool's tensors by name.
-            chunk_size: chunk of the linear layers, in tokens.
-        """
-        norm, _, second_norm, feed_forward = self.parts
-        residual, y = norm.of_terms(x, residual)
-        y = scaled(self.mix(y, batch, rotary, kv, state, chunk_size), self.residual_scale)
-        residual, y = second_norm.of_sum(y, residual)
-        return scaled(feed_forward(y, batch), self.residual_scale), residual
-
-    def mix(
-        self, y: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int
-    ) -> Tensor:
-        """What the mixer gives for normalised rows."""
-        mixer = self.parts[1]
-        mixed: Tensor = (
-            mixer(y, batch, state, chunk_size) if self.is_linear else mixer(y, batch, rotary, kv, chunk_size)
-        )
-        return mixed
+def norm_eps(config: Any) -> float:
+    """Return what is added to the mean square in norms, by whichever name a configuration has it."""
+    names = ("norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+    eps: float = next(found for name in names if (found := getattr(config, name, None)) is not None)
+    return eps
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

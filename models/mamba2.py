@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch, StateSteps
+from hybrid.batch import StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.models.layers import DepthwiseWeight, Linear, mix_tokens
-from hybrid.spec import StateTensor
+from hybrid.models.layers import DepthwiseWeight, Linear, weight
+from hybrid.models.mixers import Context, ConvolvedMixer
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,6 @@ class Mamba2Sizes:
         """Size of the B, and of the C, of a token."""
         return self.groups * self.state_size
 
-    def states(self, layers: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The tensors per sequence of some layers; none where there are no layers."""
-        if not layers:
-            return ()
-        return (
-            StateTensor("recurrent", (layers, self.heads, self.state_size, self.head_dim), torch.float32),
-            StateTensor("conv", (layers, self.width - 1, self.inner + 2 * self.shared), dtype),
-        )
-
 
 def _computes(x: Tensor) -> Any:
     """The module whose functions compute what follows from a tensor."""
@@ -99,7 +90,7 @@ class GroupedGatedNorm(nn.Module):
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = weight(size)
         self.groups: int = groups
         self.eps: float = eps
 
@@ -109,70 +100,63 @@ class GroupedGatedNorm(nn.Module):
         return y
 
 
-class Mamba2(nn.Module):
+class Mamba2(ConvolvedMixer):
     """A linear layer: causal convolution and state space rule, each with its state in a state slot.
 
     Args:
         sizes: of the layer.
-        layer: its row in the states.
     """
 
-    def __init__(self, sizes: Mamba2Sizes, layer: int) -> None:
+    def __init__(self, sizes: Mamba2Sizes) -> None:
         super().__init__()
-        self.layer = layer
         self.sizes: Mamba2Sizes = sizes
         inner, shared, heads = sizes.inner, sizes.shared, sizes.heads
         self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, heads)
         self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
         self.in_proj = Linear(sizes.size, sum(self.widths), sizes.in_bias)
         self.conv1d = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
-        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.D = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.state_shape = (heads, sizes.state_size, sizes.head_dim)
+        self.A_log = weight(heads)
+        self.D = weight(heads)
+        self.dt_bias = weight(heads)
         if sizes.has_norm:
             self.norm = GroupedGatedNorm(inner, sizes.groups, sizes.eps)
         self.out_proj = Linear(inner, sizes.size, sizes.out_bias)
-        self.rate: Tensor | None = None
         self.factors: Tensor | None = None
 
-    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
-        projected = self.in_proj(x, batch)
+        projected = self.in_proj(x, context.batch)
         if self.sizes.scales is not None:
             projected = projected * self._factors(projected)
         gate, mixed, dt = projected.split(self.widths, dim=-1)
         dt = _computes(x).time_steps(dt, self.dt_bias, self.sizes.limits)
-        flat = mix_tokens(self, (mixed, dt), batch, state, chunk_size).flatten(1)
+        flat = self.mix((mixed, dt), context).flatten(1)
         y = self.norm(flat, gate) if self.sizes.has_norm else kernels.silu_and_mul(gate, flat.to(gate.dtype))
-        return self.out_proj(y, batch)
+        return self.out_proj(y, context.batch)
 
-    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
-        """The convolution and the rule for prompts: `inputs` are their rows of `mixed`, and their time steps."""
-        mixed, dt = inputs
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        computes, slots = _computes(mixed), batch.prompt_slots
-        taps, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        values, b, c = self._split(computes.causal_conv1d(mixed, taps, conv, *slots, bias))
-        rule = computes.chunk_state_space(values, dt, b, c, self._rate(), recurrent, *slots, chunk_size)
-        y: Tensor = computes.add_skip(rule, values, self.D)
-        return y
+    def rule(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
+        """Compute the rule for prompts: `inputs` are values, B, C and time steps."""
+        values, b, c, dt = inputs
+        computes, states, slots = _computes(values), self.states(context.state), context.batch.prompt_slots
+        y = computes.chunk_state_space(values, dt, b, c, self.decays(), states, *slots, context.chunk_size)
+        skipped: Tensor = computes.add_skip(y, values, self.D)
+        return skipped
 
-    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
-        """The same for decoded tokens."""
-        mixed, dt = inputs
-        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
-        computes = _computes(mixed)
-        weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
-        y, b, c = self._split(computes.causal_conv1d_update(mixed, weight, conv, *slots, bias))
-        rule = computes.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots)
-        result: Tensor = computes.add_skip(rule, y, self.D)
-        return result
+    def rule_step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """Compute the rule for decoded tokens."""
+        values, b, c, dt = inputs
+        computes, states = _computes(values), self.states(state)
+        y = computes.state_space_step(values, dt, b, c, self.decays(), states, steps.read, steps.write)
+        skipped: Tensor = computes.add_skip(y, values, self.D)
+        return skipped
 
-    def _rate(self) -> Tensor:
-        """`-exp(A_log)` in fp32, computed once."""
-        if self.rate is None:
-            self.rate = -self.A_log.float().exp()
-        return self.rate
+    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
+        """Split what the convolution gives into values, B and C."""
+        values, *shared = convolved.split(self.inner_widths, dim=-1)
+        groups = (self.sizes.groups, self.sizes.state_size)
+        heads = (self.sizes.heads, self.sizes.head_dim)
+        return values.unflatten(-1, heads), *(part.unflatten(-1, groups) for part in shared)
 
     def _factors(self, like: Tensor) -> Tensor:
         """The factors of the input projection, in the type of what it gives, computed once."""
@@ -182,12 +166,3 @@ class Mamba2(nn.Module):
             each = [like.new_full((width,), scale) for width, scale in zip(widths, self.sizes.scales, strict=True)]
             self.factors = torch.cat(each)
         return self.factors
-
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, b, c = mixed.split(self.inner_widths, dim=-1)
-        shared = (self.sizes.groups, self.sizes.state_size)
-        return (
-            y.unflatten(-1, (self.sizes.heads, self.sizes.head_dim)),
-            b.unflatten(-1, shared),
-            c.unflatten(-1, shared),
-        )

@@ -5,9 +5,9 @@ its experts: `hybrid.kernels.ops.linear` describes how.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
@@ -15,7 +15,7 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels.ops import is_compiled, linear
 from hybrid.kernels.packed_weights import steps, unpack
 from hybrid.kernels.reference import experts
-from hybrid.models.layers import MLP, Linear, squared_relu
+from hybrid.models.layers import MLP, Linear, squared_relu, weight
 from hybrid.models.weights import Layouts, Source
 
 
@@ -78,9 +78,7 @@ class SigmoidRouter(ExpertRouter):
         self.factor: float = factor
         self.least: float = least
         self.groups: tuple[int, int] = (groups, top_groups)
-        self.choice_bias: nn.Parameter | None = (
-            nn.Parameter(torch.empty(num_experts), requires_grad=False) if has_bias else None
-        )
+        self.choice_bias = weight(num_experts) if has_bias else None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
@@ -106,8 +104,8 @@ class Experts(nn.Module):
         super().__init__()
         self.sizes: dict[str, int] = {self.first: size, "down_proj": intermediate_size}
         self.scales: dict[str, Tensor] = {}
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size), requires_grad=False)
+        self.gate_up_proj = weight(num_experts, 2 * intermediate_size, size)
+        self.down_proj = weight(num_experts, size, intermediate_size)
 
     @property
     def reads_on_host(self) -> bool:
@@ -122,14 +120,20 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.down_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        y = self.activated(self.product(self.first, x, order, ends, top_k, num_prompt))
+        y = self.product(self.first, x, order, ends, top_k, num_prompt)
+        y = self.activated(self.biased(self.first, y, experts, order))
         y = self.product("down_proj", y, order, ends, 0, num_prompt)
-        return kernels.combine_experts(y, places, weights)
+        return kernels.combine_experts(self.biased("down_proj", y, experts, order), places, weights)
 
     def product(self, name: str, x: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
         """`expert_linear` of rows and the matrices of a name."""
         weight: Tensor = getattr(self, name)
         return kernels.expert_linear(x, weight, order, ends, top_k, num_prompt, self.scales.get(name))
+
+    def biased(self, name: str, y: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+        """What matrices of a name give for pairs of a token and an expert, with the biases of the experts; most have
+        none."""
+        return y
 
     def set_quantized(self, name: str, weight: Tensor, scales: Tensor) -> None:
         """Take matrices of four bits in place of those of a name."""
@@ -158,80 +162,103 @@ class UngatedExperts(Experts):
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__(size, intermediate_size, num_experts)
         del self.gate_up_proj
-        self.up_proj = nn.Parameter(torch.empty(num_experts, intermediate_size, size), requires_grad=False)
+        self.up_proj = weight(num_experts, intermediate_size, size)
 
     def activated(self, y: Tensor) -> Tensor:
         """What the second product takes, from what the first one gives."""
         return squared_relu(y)
 
 
-class SparseMoE(nn.Module):
-    """Routed experts, plus a shared one with a gate."""
-
-    def __init__(self, config: Any, normalise: bool) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.gate = ExpertRouter(size, config.num_experts, config.num_experts_per_tok, normalise)
-        self.experts = Experts(size, config.moe_intermediate_size, config.num_experts)
-        self.shared_expert = MLP(size, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(size, 1)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Run the part on `[T, size]`."""
-        routed = self.experts(x, *self.gate.choose(x, batch), batch)
-        shared, gate = self.shared_expert(x, batch), self.shared_expert_gate(x, batch)
-        return kernels.add_shared(routed, shared, gate)
-
-
-class SharedMoE(nn.Module):
-    """Routed experts, and a shared one without a gate. All have gates of their own.
+class MoE(nn.Module):
+    """Routed experts, beside which all tokens may use a shared part.
 
     Args:
-        config: has the sizes, and how experts are chosen, by the names of DeepSeek's.
-        least: as of `SigmoidRouter`.
+        router, experts: the experts, and what chooses them.
+        shared: used by all tokens; None: there is none.
+        router_name, shared_name: their names in the checkpoint.
     """
 
-    def __init__(self, config: Any, least: float = 1e-20) -> None:
+    def __init__(
+        self,
+        router: ExpertRouter,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        router_name: str = "gate",
+        shared_name: str = "shared_experts",
+    ) -> None:
         super().__init__()
-        size, intermediate, experts = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
-        self.gate = SigmoidRouter(
-            size,
-            experts,
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            config.routed_scaling_factor,
-            has_bias=True,
-            least=least,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-        )
-        self.experts = Experts(size, intermediate, experts)
-        self.shared_experts = MLP(size, config.n_shared_experts * intermediate)
+        self.add_module(router_name, router)
+        self.experts = experts
+        if shared is not None:
+            self.add_module(shared_name, shared)
+        self._router, self._shared = (router,), () if shared is None else (shared,)  # tuples: they have one name each
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
-        return self.experts(x, *self.gate.choose(x, batch), batch) + self.shared_experts(x, batch)
+        y = self.routed(x, batch)
+        for shared in self._shared:
+            y = self.with_shared(y, shared(x, batch), x, batch)
+        return y
+
+    def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Choose the experts of rows, and their weights."""
+        return self._router[0].choose(x, batch)
+
+    def routed(self, x: Tensor, batch: Batch) -> Tensor:
+        """Compute what the routed experts give."""
+        return self.experts(x, *self.choose(x, batch), batch)
+
+    def with_shared(self, routed: Tensor, shared: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """Add what the shared part gives for rows `x`."""
+        return routed + shared
+
+
+class SparseMoE(MoE):
+    """Routed experts, and a shared one with a gate, as Qwen has them."""
+
+    def __init__(self, config: Any, normalise: bool) -> None:
+        size, count = config.hidden_size, config.num_experts
+        super().__init__(
+            ExpertRouter(size, count, config.num_experts_per_tok, normalise),
+            Experts(size, config.moe_intermediate_size, count),
+            MLP(size, config.shared_expert_intermediate_size),
+            shared_name="shared_expert",
+        )
+        self.shared_expert_gate = Linear(size, 1)
+
+    def with_shared(self, routed: Tensor, shared: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """Add what the shared expert gives, times its gate."""
+        return kernels.add_shared(routed, shared, self.shared_expert_gate(x, batch))
 
 
 NAMES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The matrices of experts, and those of one expert on disk that make them up, one below the other."""
 
+NUMBERED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+"""The same, where the matrices of an expert have numbers."""
 
-def expert_layouts(
-    parameter: str, num_experts: int, intermediate_size: int, names: Mapping[str, tuple[str, ...]] = NAMES
-) -> Layouts | None:
-    """The layouts of experts: together, like the parameter, or one by one; None: the parameter is not one of experts.
 
-    Args:
+@dataclass(frozen=True)
+class ExpertsOnDisk:
+    """How experts are stored: together, like the parameter, or one by one.
+
+    Attributes:
+        count, size: what a configuration calls the number of experts, and their intermediate size.
         names: as `NAMES`.
     """
-    prefix, _, kind = parameter.rpartition(".experts.")
-    if not prefix or kind not in names:
-        return None
-    parts, sources = names[kind], []
-    for expert in range(num_experts):
-        for at, name in enumerate(parts):
-            place = (expert, slice(at * intermediate_size, (at + 1) * intermediate_size))
-            source = Source(f"{prefix}.experts.{expert}.{name}.weight", at=place if len(parts) > 1 else (expert,))
-            sources.append(source)
-    return (Source(parameter),), tuple(sources)
+
+    count: str
+    size: str
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: NAMES)
+
+    def __call__(self, parameter: str, config: Any) -> Layouts | None:
+        """Return the layouts of a parameter; None: it is not one of experts."""
+        prefix, _, kind = parameter.rpartition(".experts.")
+        if not prefix or kind not in self.names:
+            return None
+        parts, sources, size = self.names[kind], [], getattr(config, self.size)
+        for expert in range(getattr(config, self.count)):
+            for at, name in enumerate(parts):
+                place = (expert, slice(at * size, (at + 1) * size)) if len(parts) > 1 else (expert,)
+                sources.append(Source(f"{prefix}.experts.{expert}.{name}.weight", at=place))
+        return (Source(parameter),), tuple(sources)

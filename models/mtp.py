@@ -10,7 +10,6 @@ layer are one more layer of the pages, and the last hidden state is part of a se
 first token of a sequence has no hidden state before it: what is kept for it is not seen.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +17,36 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.models.layers import Linear, ResidualLayer, RMSNorm, Rotary, mix_tokens
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.models.layers import Linear, RMSNorm
+from hybrid.models.mixers import Context, Layer, StateMixer
+from hybrid.spec import StateTensor
 
 HIDDEN = "hidden"
 """Name of the last hidden state in a sequence's state."""
 
 
-class _LastHidden(nn.Module):
-    """The hidden state before each token of a batch: a linear-attention layer whose state is the last input."""
+class _LastHidden(StateMixer):
+    """The hidden state before each token of a batch: a mixer whose state is the last input."""
 
-    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> Tensor:
+    waits_for_device = False
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def kept(self, dtype: torch.dtype) -> tuple[StateTensor]:
+        """Return the hidden state of a sequence, of which there is one for all layers."""
+        return (StateTensor(HIDDEN, (self.size,), dtype),)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """The rows before those of `[T, hidden_size]`; reads and writes the state slots of the batch."""
-        return mix_tokens(self, (x,), batch, state, chunk_size=1)  # nothing here is computed in chunks
+        return self.mix((x,), context)
 
-    def prefill(self, inputs: tuple[Tensor, ...], batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    def prefill(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """The same for prompts."""
-        (x,), slots = inputs, state[HIDDEN]
+        (x,), slots = inputs, context.state[HIDDEN]
         before = x.roll(1, 0)
-        starts, read, write, checkpoints = batch.prompt_slots
+        starts, read, write, checkpoints = context.batch.prompt_slots
         before[starts[:-1]] = slots[read]
         requests, lengths, places = checkpoints.unbind(1)
         slots[places] = x[starts[requests] + lengths - 1]
@@ -58,49 +68,34 @@ class MultiTokenPredictor(nn.Module):
         layer: a layer of full attention that leaves out the first token.
     """
 
-    def __init__(self, config: Any, layer: ResidualLayer) -> None:
+    def __init__(self, config: Any, layer: Layer) -> None:
         super().__init__()
-        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_hidden = RMSNorm(size, eps, offset=1.0)
+        self.pre_fc_norm_embedding = RMSNorm(size, eps, offset=1.0)
+        self.fc = Linear(2 * size, size)
         self.layers = nn.ModuleList([layer])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.last_hidden = _LastHidden()
+        self.norm = RMSNorm(size, eps, offset=1.0)
+        self.last_hidden = _LastHidden(size)
 
-    @staticmethod
-    def extend(spec: HybridSpec, hidden_size: int) -> HybridSpec:
-        """Add what a predictor keeps to the spec of its model."""
-        tokens = tuple(
-            replace(tensor, outer=(tensor.outer[0] + 1, *tensor.outer[1:])) if tensor.name == "kv" else tensor
-            for tensor in spec.tokens
-        )
-        dtype = next(tensor.dtype for tensor in spec.tokens if tensor.name == "kv")
-        return replace(spec, tokens=tokens, state=(*spec.state, StateTensor(HIDDEN, (hidden_size,), dtype)))
-
-    def keep(
-        self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor]
-    ) -> None:
+    def keep(self, embedded: Tensor, hidden: Tensor, context: Context) -> None:
         """Keep what is needed of a step's tokens to draft those after them.
 
         Args:
             embedded: `[T, hidden_size]` their embeddings.
             hidden: `[T, hidden_size]` the model's hidden states.
-            batch, rotary, kv, state: as for the layers of the model.
         """
-        x = self._joined(embedded, self.last_hidden(hidden, batch, state), batch)
+        x = self._joined(embedded, self.last_hidden(hidden, context), context.batch)
         layer: Any = self.layers[0]
-        norm, attention, _, _ = layer.parts
-        attention.keep(norm(x), batch, rotary, kv)
+        layer.self_attn.keep(layer.input_layernorm(x), context)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """`[T, hidden_size]`, of which the head makes the logits of the token after each; also kept as in `keep`.
 
         Args:
             hidden: `[T, hidden_size]` the hidden states before the tokens: of the model, or of this.
         """
-        x, residual = self.layers[0](self._joined(embedded, hidden, batch), None, batch, rotary, kv, {}, chunk_size)
+        x, residual = self.layers[0](self._joined(embedded, hidden, context.batch), None, context)
         return self.norm.of_sum(x, residual)[1]
 
     def _joined(self, embedded: Tensor, hidden: Tensor, batch: Batch) -> Tensor:

@@ -11,40 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.models.layers import MLP
-from hybrid.models.moe import SparseMoE, expert_layouts
+from hybrid.models.moe import ExpertsOnDisk, SparseMoE
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.models.weights import Layouts, Source
-
-
-class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
-    """Qwen3-Next with its head.
-
-    Args:
-        config: a `Qwen3NextConfig` of transformers.
-        chunk_size: chunk of the linear layers, in tokens.
-        has_predictor: it has the layer for multi-token prediction.
-    """
-
-    @classmethod
-    def feed_forward(cls, config: Any, layer: int) -> nn.Module:
-        """The feed-forward part of a layer: a mixture of experts, or a dense one."""
-        has_experts = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-        if has_experts and layer not in config.mlp_only_layers:
-            return SparseMoE(config, config.norm_topk_prob)
-        return MLP(config.hidden_size, config.intermediate_size)
-
-    @staticmethod
-    def layouts(parameter: str, config: Any) -> Layouts:
-        """The tensors on disk that make up a parameter."""
-        name = next((name for name in PARTS if parameter.endswith(f".linear_attn.{name}.weight")), None)
-        if name is None:
-            return expert_layouts(
-                parameter, config.num_experts, config.moe_intermediate_size
-            ) or Qwen3_5ForCausalLM.layouts(parameter, config)
-        stored, parts = PARTS[name]
-        rows = torch.cat([_rows(config, stored)[part] for part in parts])
-        return ((Source(parameter.replace(f".{name}.", f".{stored}."), rows=rows),),)
-
 
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "in_proj_qkv": ("in_proj_qkvz", ("q", "k", "v")),
@@ -53,6 +22,16 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "in_proj_a": ("in_proj_ba", ("a",)),
 }
 """For each projection the one on disk that contains it, and its parts there."""
+
+
+def projection_layouts(parameter: str, config: Any) -> Layouts | None:
+    """Return the layout of a projection of a linear layer; None: the parameter is none."""
+    name = next((name for name in PARTS if parameter.endswith(f".linear_attn.{name}.weight")), None)
+    if name is None:
+        return None
+    stored, parts = PARTS[name]
+    rows = torch.cat([_rows(config, stored)[part] for part in parts])
+    return ((Source(parameter.replace(f".{name}.", f".{stored}."), rows=rows),),)
 
 
 def _rows(config: Any, stored: str) -> dict[str, Tensor]:
@@ -67,3 +46,17 @@ def _rows(config: Any, stored: str) -> dict[str, Tensor]:
     rows = torch.arange(key_heads * sum(widths.values()), device="cpu").view(key_heads, -1)
     parts = rows.split(list(widths.values()), dim=1)
     return {name: part.flatten() for name, part in zip(widths, parts, strict=True)}
+
+
+class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3-Next with its head: of a `Qwen3NextConfig`."""
+
+    parts_on_disk = (projection_layouts, ExpertsOnDisk("num_experts", "moe_intermediate_size"))
+
+    @classmethod
+    def feed_forward(cls, config: Any, index: int) -> nn.Module:
+        """Make the feed-forward part of a layer: a mixture of experts, or a dense one."""
+        has_experts = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
+        if has_experts and index not in config.mlp_only_layers:
+            return SparseMoE(config, config.norm_topk_prob)
+        return MLP(config.hidden_size, config.intermediate_size)

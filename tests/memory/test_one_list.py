@@ -18,7 +18,7 @@ from hybrid.memory.contents import Mover
 from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.tensors import CacheTensors
-from hybrid.models.attention import rings
+from hybrid.models.attention import WINDOW
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.caches import AuditedCache, key_of
 from support.tensors import bits
@@ -41,7 +41,7 @@ EVERYTHING = HybridSpec(
         StateTensor("recurrent", (2, 2, 9, 17), torch.float32),
         StateTensor("conv", (2, 3, 11), torch.bfloat16),
         StateTensor("history", (7,), torch.int32),
-        rings(2, 13, 1, 6, torch.bfloat16),
+        StateTensor(WINDOW, (2, 2, 13, 1, 6), torch.bfloat16),
     ),
 )
 """A made-up family with one tensor of every kind."""
