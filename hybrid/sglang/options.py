@@ -18,7 +18,7 @@ NAMES = tuple(POLICIES)
 """The policies that there are. Names that SGLang has too mean what they mean there, for states as well."""
 
 CLASSIC = frozenset({"lru", "lfu", "fifo", "mru", "filo", "priority"})
-"""Policies as SGLang has them: an edge of the tree is evicted as a whole, its pages with its state."""
+"""Policies as SGLang has them: every state is kept, and there are no anchors."""
 
 
 class Options(MirrorOptions):

@@ -106,7 +106,6 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         pools = Pools(
             opaque=True,
             checkpoint_step=self.page_size * WORDS,
-            whole_edges=self._is_classic,
             apart=self._is_apart,
         )
         self.tree: Tree = Tree(
@@ -155,8 +154,6 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             branching_len = known if self.options.ghost_branches else None
         else:
             found, branching_len = self.tree.peek(key, limit), None
-        if self._is_classic:
-            self.tree.cut_match(found)  # as SGLang does
         return self._result(found, branching_len)
 
     def _result(self, found: Match, known: int | None) -> Any:

@@ -55,12 +55,6 @@ recency: Callable[[Node], float] = attrgetter("usage.last_used")
 """The rank of a node for LRU, without the facts about it."""
 
 
-def page_recency(node: Node) -> float:
-    """The same for pages that are evicted as a whole edge: what was below them counts too, though it has gone."""
-    usage = node.usage
-    return max(usage.last_used, usage.pages_used, usage.cut_at)
-
-
 class Candidates:
     """The nodes of a tree that can be evicted, in the order of a policy.
 
@@ -75,7 +69,7 @@ class Candidates:
         prices: bytes of a page and of a checkpoint.
         seed: of the random samples.
         pools: whether pages and checkpoints are in memories of their own: then what is evicted of one is ranked by what
-            it would free of that one; and whether edges are evicted as a whole.
+            it would free of that one.
         priority_cap: steps of priority that count between tenants.
 
     Attributes:
@@ -100,7 +94,6 @@ class Candidates:
         self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
         self._rng = Random(seed)
         self._priority_cap = priority_cap
-        self._recency_of_pages = page_recency if pools.whole_edges else recency
         self._by_lru = False
         self._spacing = prices.anchor_spacing
         self.shares: Shares = Shares({})
@@ -141,11 +134,11 @@ class Candidates:
                 return lambda node: is_evictable(node) and node.owner not in shares
             return lambda node: node.owner is tenant and is_evictable(node)
 
-        order, checkpoint_rank = policy.order, self._rank_of(policy, recency)
-        page_rank = self._rank_of(policy, self._recency_of_pages)
-        checkpoints = self._queue(order, checkpoint_rank, own(is_evictable_checkpoint), self._checkpoint_prices)
-        leaves = self._queue(order, page_rank, own(is_evictable_leaf), self._leaf_prices)
-        tail_rank = recency if self._samples else page_rank
+        order = policy.order
+        rank = recency if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
+        checkpoints = self._queue(order, rank, own(is_evictable_checkpoint), self._checkpoint_prices)
+        leaves = self._queue(order, rank, own(is_evictable_leaf), self._leaf_prices)
+        tail_rank = recency if self._samples else rank
         tails = OrderedQueue(tail_rank, own(is_evictable_tail), falls=order == "any")
         return Queues(tails, leaves, checkpoints, self._samples, self._spacing, {})
 
@@ -159,9 +152,6 @@ class Candidates:
             across, own = partial(self._rank_across, prices), partial(self._rank, prices)
             return SampledQueue(across, own, is_candidate, self._rng)
         return OrderedQueue(rank, is_candidate, falls=order == "any")
-
-    def _rank_of(self, policy: Policy, of_lru: Callable[[Node], float]) -> Callable[[Node], float]:
-        return of_lru if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
 
     def rank_by_lru(self, by_lru: bool, nodes: Iterable[tuple[str, Node]]) -> None:
         """Rank by LRU instead of by the policy, which learns all the same; or by the policy again."""

@@ -39,7 +39,6 @@ class Forest:
         self.page_size: int = page_size
         self._grid = grid
         self._collect: Callable[[PageValues], PageValues] = pools.collect
-        self._keeps_cuts = pools.whole_edges
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
@@ -111,7 +110,6 @@ class Forest:
         parent = upper.parent
         if (
             parent is None
-            or self._keeps_cuts
             or upper.slot is not None
             or len(upper.children) != 1
             or upper.page_locks
@@ -223,7 +221,7 @@ class Forest:
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:
     """The usage of a part of a node that has no checkpoint of its own."""
-    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at, pages_used=usage.pages_used)
+    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at)
 
 
 def descend(ids: bytes, node: Node, end: int, page_bytes: int) -> tuple[Node, int]:

@@ -66,9 +66,6 @@ class NodeUsage:
         notes: the policy's own data.
         reported_below: whether something continued from it by the last report to the policy; None: there was none, or
             something else has changed since.
-        pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
-            there was none. Kept where edges are evicted as a whole, as `cut_at` is.
-        cut_at: tick at which its edge was cut; 0 if it was not.
         shadow: what the tree's guard knows of its checkpoint; None: nothing.
         expected_at: number of requests that will have come when it is used next, as its client has said; 0: it has not.
         path: of the request that left it (`hybrid.tree.paths.Path`), or that left what has gone after it; None: not
@@ -86,8 +83,6 @@ class NodeUsage:
     notes: Any = None
     tenant: Tenant | None = None
     reported_below: bool | None = None
-    pages_used: int = 0
-    cut_at: int = 0
     shadow: Any = None
     expected_at: int = 0
     path: Any = None

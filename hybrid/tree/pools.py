@@ -172,9 +172,6 @@ class Pools:
             objects. False: both are integers.
         checkpoint_step: checkpoints are at multiples of this many tokens, itself a multiple of the page size; None: at
             those of the tree's grid, as branching points and ghosts are.
-        whole_edges: edges stay as they were inserted and split, and a leaf's edge is evicted as a whole, with its
-            checkpoint. What is above it stays, as a leaf. False: edges are joined where nothing needs the cut, a leaf's
-            pages are evicted from its end, stay when its checkpoint goes, and take childless tombstones along.
         apart: pages and checkpoints are in memories of their own: what is evicted is what saves least for what it frees
             of the memory that is short. False: of one memory for both.
         leaving: sees what is about to be evicted; None: nothing does.
@@ -182,7 +179,6 @@ class Pools:
 
     opaque: bool = False
     checkpoint_step: int | None = None
-    whole_edges: bool = False
     apart: bool = False
     leaving: Leaving | None = None
 

@@ -110,7 +110,7 @@ class Tree:
         assert grid % page_size == 0 and self._checkpoint_step % page_size == 0
         self._pools = pools
         self._prices = prices
-        self._spacing = 0 if pools.whole_edges else prices.anchor_spacing * page_size // grid * grid  # of anchors
+        self._spacing = prices.anchor_spacing * page_size // grid * grid  # of anchors
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
@@ -231,7 +231,7 @@ class Tree:
             if [other for other in run.nodes if other.slot is not None] != run.stored:
                 yield "its run does not list the checkpoints of its nodes"
         is_needless = len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint
-        if is_needless and not self._pools.whole_edges:
+        if is_needless:
             yield "a tombstone with one child that no lock and no lost checkpoint keeps apart"
         if node.slot is not None and node.end % self._checkpoint_step:
             yield f"a checkpoint off the grid of {self._checkpoint_step}"
@@ -458,7 +458,7 @@ class Tree:
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
         end, forest, now = num_tokens * TOKEN_BYTES, self.forest, self.candidates.now
-        cut_tick, tick = next(self._ticks) if self._pools.whole_edges else 0, next(self._ticks)
+        tick = next(self._ticks)
         root = forest.roots.get(key.namespace)
         if root is None:
             root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now))
@@ -475,7 +475,7 @@ class Tree:
             sender = self._tenant(name)
         try:
             if lower is not None:
-                node = self._cut(lower, num_existing, cut_tick)
+                node = forest.split(lower, num_existing)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :]
                 node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes, sender)
@@ -501,13 +501,6 @@ class Tree:
             self.watcher.inserted(node, num_existing, adopted)
         return Inserted(node, num_existing, adopted)
 
-    def _cut(self, lower: Node, num_tokens: int, tick: int) -> Node:
-        """Cut an edge, and return its upper part. Where each part is evicted as a whole, neither is evicted soon."""
-        upper = self.forest.split(lower, num_tokens)
-        if self._pools.whole_edges:
-            upper.usage.cut_at = lower.usage.cut_at = tick
-        return upper
-
     def _grow(
         self,
         node: Node,
@@ -526,7 +519,6 @@ class Tree:
             node.slot is None
             and node.parent is not None
             and not node.lost_checkpoint
-            and not self._pools.whole_edges
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
@@ -592,7 +584,7 @@ class Tree:
             node.parent is not None and node.owner is owner and [*node.children.values()] == ([below] if below else [])
         ):
             usage = node.usage
-            usage.last_used = usage.expected_at = usage.pages_used = usage.cut_at = 0
+            usage.last_used = usage.expected_at = 0
             self.candidates.lowered(node)
             below, node = node, node.parent
 
@@ -656,12 +648,6 @@ class Tree:
         be evicted."""
         assert match.deepest is not None
         return self.lock_pages(match.deepest, match.num_page_tokens)
-
-    def cut_match(self, match: Match) -> None:
-        """Cut the edge in which a match ends, if it ends in one: from then on each part is evicted as a whole."""
-        node = match.deepest
-        if node is not None and match.num_page_tokens < node.end:
-            self._cut(node, match.num_page_tokens, next(self._ticks))
 
     # Evicting. What has been evicted is in `released` at every moment, also when something raises in between.
 
@@ -747,8 +733,6 @@ class Tree:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
-        if self._pools.whole_edges and not node.children and not node.page_locks:
-            num_pages = node.num_pages
         try:
             if num_pages == 0:
                 if node.slot is not None:
@@ -785,9 +769,6 @@ class Tree:
                 self._drop_checkpoint(node, released)
             self._remember(node, 0)
             parent = self.forest.remove(node, released.pages)
-            if self._pools.whole_edges:
-                usage, gone = parent.usage, node.usage
-                usage.pages_used = max(usage.pages_used, gone.last_used, gone.pages_used)
             if parent.children:
                 if len(parent.children) == 1:
                     if self.candidates.follows_changes:
@@ -804,7 +785,7 @@ class Tree:
                 self.candidates.changed(parent)
             if parent.parent is None:  # the root
                 return
-            if parent.slot is not None or parent.page_locks or self._pools.whole_edges:
+            if parent.slot is not None or parent.page_locks:
                 self.candidates.enter(parent)
                 return
             node = parent

@@ -102,10 +102,9 @@ def test_the_tree_returns_the_values_that_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, LearnedHitDensity])
-@pytest.mark.parametrize("whole", [False, True])
-def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any, whole: bool) -> None:
+def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any) -> None:
     """The same random calls on a tree of integers and on one of opaque values: the same pages at every step."""
-    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque, whole_edges=whole)) for opaque in (False, True)]
+    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque)) for opaque in (False, True)]
     rng, next_id = random.Random(5), 0
     for _ in range(400):
         key = Key.of([rng.randrange(3) for _ in range(2 * rng.randrange(1, 9))])
@@ -132,37 +131,6 @@ def test_checkpoints_may_be_off_the_grid_of_branches() -> None:
     assert tree.peek(Key.of([0, 1, 2, 9]), 4).branching_len == 2  # pages to 3, the grid is 2
     with pytest.raises(OwnershipError, match="multiples of 2"):
         opaque().insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
-
-
-def test_where_edges_are_whole_they_are_neither_joined_nor_taken_along() -> None:
-    tree = opaque(whole_edges=True)
-    for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
-        tree.insert(Key.of(tokens), 4, Rows(tokens), Checkpoint(str(tokens), 4))
-    assert ids_of(tree.evict_pages(1).pages) == [3, 4]
-    assert [node.num_pages for _, node in tree.nodes()] == [2, 2]
-    assert ids_of(tree.evict_pages(1).pages) == [5, 6]
-    assert ids_of(tree.evict_pages(1).pages) == [1, 2]
-
-
-def test_a_whole_leaf_goes_with_one_page_and_with_its_checkpoint() -> None:
-    for evict in ("evict_pages", "evict_checkpoints"):
-        tree = opaque(whole_edges=True)
-        tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
-        tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
-        tree.match(Key.of([1, 2]), 2)
-        released = Released(PageParts())
-        getattr(tree, evict)(1, released)
-        assert (ids_of(released.pages), released.slots) == ([3, 4], ["lower"])
-        assert tree.peek(Key.of([1, 2, 3, 4]), 4).num_page_tokens == 2
-
-
-def test_the_checkpoint_of_an_inner_node_goes_alone_also_where_leaves_are_whole() -> None:
-    tree = opaque(whole_edges=True)
-    tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
-    tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
-    released = Released(PageParts())
-    tree.evict_checkpoints(1, released)
-    assert (len(released.pages), released.slots) == (0, ["upper"])
 
 
 def test_a_checkpoint_that_is_offered_again_is_recent() -> None:
@@ -195,65 +163,3 @@ def test_what_is_evicted_of_a_memory_of_its_own_is_ranked_by_what_it_frees_of_th
         tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("a", 2))
         getattr(tree, evict)(1, Released(PageParts()))
         assert policy.seen == expected
-
-
-# Recency of pages, where edges are evicted as a whole
-
-
-def stored(*paths: list[int]) -> Tree:
-    """A tree with a checkpoint at the end of each path, inserted one after the other."""
-    tree = opaque(whole_edges=True)
-    for path in paths:
-        tree.insert(Key.of(path), len(path), Rows(path), Checkpoint(str(path), len(path)))
-    return tree
-
-
-def pages_in_order(tree: Tree) -> list[list[int]]:
-    """The edges as their pages are evicted."""
-    evicted = []
-    while tree.num_pages:
-        evicted.append(ids_of(tree.evict_pages(1).pages))
-    return evicted
-
-
-def test_pages_are_as_recent_as_what_was_used_below_them() -> None:
-    tree = stored([1, 2], [1, 2, 3, 4], [5, 6])
-    tree.match(Key.of([1, 2, 3, 4]), 4)  # goes through [1, 2] and does not use its checkpoint
-    assert pages_in_order(tree) == [[5, 6], [3, 4], [1, 2]]
-
-
-def test_so_they_are_when_several_were_below_them_and_have_gone_in_any_order() -> None:
-    tree = stored([1, 2], [1, 2, 3, 4], [1, 2, 5, 6], [7, 8], [1, 2, 9, 9])
-    tree.match(Key.of([1, 2, 3, 4]), 4)
-    tree.insert(Key.of([0, 0]), 2, Rows([0, 0]), Checkpoint("last", 2))
-    assert pages_in_order(tree) == [[5, 6], [7, 8], [9, 9], [3, 4], [1, 2], [0, 0]]
-
-
-def test_a_checkpoint_is_not_more_recent_for_what_was_used_below_it() -> None:
-    tree = stored([1, 2], [1, 2, 3, 4], [5, 6])
-    tree.match(Key.of([1, 2, 3, 4]), 4)
-    assert tree.evict_checkpoints(1, Released(PageParts())).slots == [str([1, 2])]
-
-
-def test_both_parts_of_an_edge_that_was_cut_are_recent_and_what_is_above_them_is_not() -> None:
-    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8])
-    tree.cut_match(tree.peek(Key.of([1, 2, 3, 4, 0, 0]), 6))
-    other = tree.peek(Key.of([7, 8]), 2)
-    lock = tree.lock_match(other)
-    assert [ids_of(tree.evict_pages(1).pages) for _ in range(2)] == [[5, 6], [3, 4]]
-    tree.unlock(lock)
-    assert pages_in_order(tree) == [[1, 2], [7, 8]]
-    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8])
-    tree.cut_match(tree.peek(Key.of([1, 2, 3, 4, 0, 0]), 6))
-    assert pages_in_order(tree) == [[7, 8], [5, 6], [3, 4], [1, 2]]
-    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8], [9, 9])
-    tree.insert(Key.of([1, 2, 3, 4, 0, 0]), 6, Rows([1, 2, 3, 4, 0, 0]), Checkpoint("cut", 6))
-    tree.match(Key.of([7, 8]), 2)
-    assert pages_in_order(tree) == [[9, 9], [5, 6], [0, 0], [3, 4], [1, 2], [7, 8]]
-
-
-def test_a_match_that_ends_with_an_edge_or_nowhere_cuts_nothing() -> None:
-    tree = stored([1, 2, 3, 4])
-    for tokens in ([1, 2, 3, 4, 5, 6], [9, 9]):
-        tree.cut_match(tree.peek(Key.of(tokens), len(tokens)))
-    assert [node.num_pages for _, node in tree.nodes()] == [4 // tree.page_size]
