@@ -26,11 +26,14 @@ class Prices:
         page: bytes of a page.
         checkpoint: bytes of a checkpoint as it is stored.
         memory: bytes of the memory that holds them; 0: not known.
+        are_apart: pages and checkpoints have memories of their own: what is evicted of one is ranked by what it frees
+            of that one.
     """
 
     page: int = 1
     checkpoint: int = 24
     memory: int = 0
+    are_apart: bool = False
 
     @property
     def anchor_spacing(self) -> int:

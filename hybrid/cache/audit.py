@@ -92,10 +92,12 @@ def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[s
 def _states(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
     states: list[tuple[int, str]] = [(slot, "free") for slot in memory.states.free_indices()]
     stored = [(place, "free") for place in memory.checkpoints.free_indices()] if memory.stores_smaller else states
+    wrong = []
     for namespace, node in tree.nodes():
         if node.slot is not None:
             stored.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
-    wrong = []
+            if node.end % tree.grid:
+                wrong.append(f"{_name(namespace, node)}: a checkpoint off the grid of {tree.grid}")
     for lease in leases:
         states += [(slot, "a lease") for slot in lease.private_slots()]
         locked = lease.state_lock.node if lease.state_lock is not None else None

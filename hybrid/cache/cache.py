@@ -66,7 +66,6 @@ from hybrid.tiers.tier import CHECKPOINT, PAGE, clear_inconsistent
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
-from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div, format_bytes
 
@@ -248,7 +247,7 @@ class HybridCache:
             max_ghosts=max(MIN_GHOSTS, GHOSTS_PER_PAGE * self.memory.pages.capacity),
             seed=self.config.seed,
             priority_cap=self.config.priority_cap,
-            pools=Pools(leaving=offloader),
+            leaving=offloader,
         )
         if offloader is not None:
             offloader.follow(tree)

@@ -19,7 +19,7 @@ from hybrid.tree.tree import Tree
 
 
 class Subscriptions:
-    """The feeds of a cache. While there is one it watches the tree (`hybrid.tree.pools.Watcher`), else nothing does.
+    """The feeds of a cache. While there is one it watches the tree (`hybrid.tree.values.Watcher`), else nothing does.
 
     Args:
         memory: whose pages and checkpoints have sizes.

@@ -19,12 +19,12 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
+from hybrid.mirror.page_parts import PageParts
 from hybrid.mirror.visits import Visits, dfs_weight_order
+from hybrid.sglang.handles import Handles
 from hybrid.sglang.options import CLASSIC, Options, policy_named, refuse_unsupported
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of, prices_of
-from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint, Kind, Match, Node, Released
-from hybrid.tree.pools import Pools
 from hybrid.tree.sessions import Sessions
 from hybrid.tree.tree import Tree
 
@@ -96,18 +96,12 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self.is_choosy: bool = self.options.admission and not self._is_classic
         self.places_anchors: bool = self.options.anchors and not self._is_classic
         self._prices = prices_of(params, self.places_anchors)
-        self._is_apart = params.token_to_kv_pool_allocator.mamba_full_cache_donor() is None
         self._grid: int = mamba_checkpoint_grid(self.page_size)
         self._handles_from = count(1)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything. Handles of nodes are not given out again."""
-        pools = Pools(
-            opaque=True,
-            checkpoint_step=self.page_size * WORDS,
-            apart=self._is_apart,
-        )
         self.tree: Tree = Tree(
             self.page_size * WORDS,
             self._grid * WORDS,
@@ -115,7 +109,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             self._prices,
             max_ghosts=MAX_GHOSTS if self._is_classic <= self.options.ghost_branches else 0,
             seed=self.options.seed,
-            pools=pools,
+            page_values=PageParts.of,
         )
         self._handles = Handles(self.tree.locks, self._handles_from)
         self._inserted: tuple[Any, int, int] | None = None
@@ -220,8 +214,6 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
         inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes)
-        if not inserted.adopted and inserted.node.slot is not None:
-            self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
         duplicated = range(params.prev_prefix_len, existing)
         handle = self._handles.of(inserted.node)

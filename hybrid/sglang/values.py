@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hybrid.key import TOKEN_BYTES, Key
+from hybrid.mirror.page_parts import PageParts
 from hybrid.tree.node import Node
-from hybrid.tree.pools import PageParts
 from hybrid.units import Prices
 
 WORDS = array("q").itemsize // TOKEN_BYTES
@@ -158,7 +158,6 @@ def prices_of(params: Any, anchors: bool) -> Prices:
     states = params.req_to_token_pool.mamba_pool
     page = max(1, int(total) * params.page_size // max(1, pool.size))
     state = max(1, int(states.get_kv_size_bytes()) // max(1, states.size))
-    if not anchors:
-        return Prices(page, state)
-    is_shared = allocator.mamba_full_cache_donor() is not None
-    return Prices(page, state, int(total) if is_shared else int(total) + state * states.size)
+    are_apart = allocator.mamba_full_cache_donor() is None
+    memory = int(total) + are_apart * state * states.size
+    return Prices(page, state, anchors * memory, are_apart)

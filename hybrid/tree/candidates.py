@@ -30,7 +30,6 @@ from hybrid.tree.node import Node, NodeUsage, Tenant, end_of
 from hybrid.tree.paths import PathRhythm
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
-from hybrid.tree.pools import INTEGERS, Pools
 from hybrid.tree.shares import Shares
 from hybrid.units import Prices
 
@@ -68,8 +67,6 @@ class Candidates:
         policy: ranks the candidates.
         prices: bytes of a page and of a checkpoint.
         seed: of the random samples.
-        pools: whether pages and checkpoints are in memories of their own: then what is evicted of one is ranked by what
-            it would free of that one.
         priority_cap: steps of priority that count between tenants.
 
     Attributes:
@@ -83,15 +80,13 @@ class Candidates:
         reports_evictions: `evicting` does something.
     """
 
-    def __init__(
-        self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS, priority_cap: int = 0
-    ) -> None:
+    def __init__(self, policy: Policy, prices: Prices, seed: int, priority_cap: int = 0) -> None:
         self.failure: str | None = None
         self.now: int = 0
         self._moment = np.zeros((), np.int64)  # as an operand faster than a number
         self._prices = prices
-        self._checkpoint_prices = replace(prices, page=0) if pools.apart else prices
-        self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
+        self._checkpoint_prices = replace(prices, page=0) if prices.are_apart else prices
+        self._leaf_prices = replace(prices, checkpoint=0) if prices.are_apart else prices
         self._rng = Random(seed)
         self._priority_cap = priority_cap
         self._by_lru = False

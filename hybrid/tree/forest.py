@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from hybrid.key import TOKEN_BYTES, common_prefix
 from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, Tenant, end_of
-from hybrid.tree.pools import INTEGERS, PageValues, Pools, SlotValue
+from hybrid.tree.values import PageValues, SlotValue, page_ids
 
 FEW = 4
 """Nodes of a run that are followed one by one."""
@@ -26,7 +26,7 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
-        pools: what pages and checkpoints are.
+        page_values: makes a container of values of pages.
 
     Attributes:
         roots: the root of each namespace that holds something.
@@ -35,10 +35,10 @@ class Forest:
         counters: unions of paths that follow the changes of nodes.
     """
 
-    def __init__(self, page_size: int, grid: int, pools: Pools = INTEGERS) -> None:
+    def __init__(self, page_size: int, grid: int, page_values: Callable[..., PageValues] = page_ids) -> None:
         self.page_size: int = page_size
         self._grid = grid
-        self._collect: Callable[[PageValues], PageValues] = pools.collect
+        self._collect = page_values
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0

@@ -7,12 +7,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybrid.key import NAME_BYTES, TOKEN_BYTES
-from hybrid.tree.pools import PageValues, SlotValue, move_end
+from hybrid.tree.values import PageValues, SlotValue, move_end, page_ids
 
 
 class Kind(StrEnum):
@@ -409,11 +408,11 @@ class Released:
     """Pages and checkpoints that the tree let go of. The caller owns them now.
 
     Attributes:
-        pages: values of pages. A caller whose pages are opaque makes it of `PageParts`.
+        pages: values of pages, in a container like the tree's own.
         slots: slots of checkpoints.
     """
 
-    pages: PageValues = field(default_factory=partial(array, "i"))
+    pages: PageValues = field(default_factory=page_ids)
     slots: list[SlotValue] = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ Invariants (`Tree.check` states them in code):
 * A tombstone that loses its last child is evicted with it, unless it is locked (the cascade).
 
 The tree knows integers only: tokens, page ids, slots, counts; or values of the caller's own in place of page ids and
-slots, which it does not look into (`hybrid.tree.pools`). It allocates and frees nothing: it returns what it evicts.
+slots, which it does not look into (`hybrid.tree.values`). It allocates and frees nothing: it returns what it evicts.
 `match` changes nothing but recency, `peek` changes nothing at all, only `insert` and `lock_match` split.
 """
 
@@ -53,8 +53,8 @@ from hybrid.tree.node import (
 )
 from hybrid.tree.paths import ENDS, Path
 from hybrid.tree.policy import Policy
-from hybrid.tree.pools import INTEGERS, PageValues, Pools, Watcher
 from hybrid.tree.shares import Shares
+from hybrid.tree.values import Leaving, PageValues, Watcher, page_ids
 from hybrid.units import Prices, ceil_div
 
 MAX_RECENT = 2048
@@ -73,14 +73,15 @@ class Tree:
 
     Args:
         page_size: tokens per page.
-        grid: checkpoints are at multiples of this many tokens, unless `pools` says otherwise; branching points and
-            ghosts are. A multiple of `page_size`.
+        grid: branching points and ghosts are at multiples of this many tokens, itself a multiple of `page_size`. A
+            checkpoint may be at the end of any page.
         policy: ranks leaves and checkpoints for eviction.
         prices: bytes of a page and of a checkpoint, for policies that use them.
         max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
         seed: seed of the random samples of candidates.
         priority_cap: steps of priority that count in comparison with checkpoints of other tenants.
-        pools: what pages and checkpoints are.
+        page_values: makes a container of values of pages (`hybrid.tree.values`).
+        leaving: sees what is about to be evicted; None: nothing does.
 
     Attributes:
         locks: what is protected from eviction, and how much.
@@ -104,17 +105,18 @@ class Tree:
         max_ghosts: int = 1 << 16,
         seed: int = 0,
         priority_cap: int = 0,
-        pools: Pools = INTEGERS,
+        page_values: Callable[..., PageValues] = page_ids,
+        leaving: Leaving | None = None,
     ) -> None:
-        self._checkpoint_step = pools.checkpoint_step or grid
-        assert grid % page_size == 0 and self._checkpoint_step % page_size == 0
-        self._pools = pools
+        assert grid % page_size == 0
+        self._page_values = page_values
+        self._leaving = leaving
         self._prices = prices
         self._spacing = prices.anchor_spacing * page_size // grid * grid  # of anchors
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
-        self.candidates: Candidates = Candidates(policy, prices, seed, pools, priority_cap)
+        self.candidates: Candidates = Candidates(policy, prices, seed, priority_cap)
         if self.candidates.rhythm is not None:
             self.candidates.rhythm.shortest = self._spacing
         self._page_bytes = page_size * TOKEN_BYTES
@@ -122,7 +124,7 @@ class Tree:
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
         self._latest_tenant: tuple[str | None, Tenant] = None, NO_TENANT
         self._tenant_numbers = count(1)
-        self.forest: Forest = Forest(page_size, grid, pools)
+        self.forest: Forest = Forest(page_size, grid, page_values)
         self.locks: Locks = Locks(self.forest, self.candidates)
         self.lock_pages: Callable[..., PageLock] = self.locks.lock_pages
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
@@ -233,8 +235,6 @@ class Tree:
         is_needless = len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint
         if is_needless:
             yield "a tombstone with one child that no lock and no lost checkpoint keeps apart"
-        if node.slot is not None and node.end % self._checkpoint_step:
-            yield f"a checkpoint off the grid of {self._checkpoint_step}"
         if not 0 <= node.state_locks <= node.page_locks:
             yield f"{node.state_locks} state locks exceed {node.page_locks} page locks"
         if self.candidates.overlooks(node):
@@ -365,7 +365,7 @@ class Tree:
     def pages(self, node: Node | None, num_tokens: int) -> PageValues:
         """Values of the pages of the first `num_tokens` tokens on the path from the root to `node`."""
         if node is None or not num_tokens:
-            return self._pools.collect()
+            return self._page_values()
         page_size, run, parts = self.page_size, node.run, []
         end = min(num_tokens, node.end)
         while True:
@@ -561,11 +561,6 @@ class Tree:
         if self.guard is not None:
             self.guard.lost(node)
 
-    def renew(self, node: Node) -> None:
-        """A checkpoint that the tree owns was offered again: it counts as recent, and not as used."""
-        node.usage.last_used = next(self._ticks)
-        self.candidates.renewed(node)
-
     def expect(self, node: Node, num_requests: int) -> None:
         """Note that a checkpoint is to be used next when that many more requests have come. What is evicted of its path
         first, from the end on, leaves this to what is the end then."""
@@ -635,10 +630,9 @@ class Tree:
                 f"insert: {num_tokens} tokens of a key of {len(key)} and {len(pages)} pages of "
                 f"{self.page_size} do not belong together"
             )
-        if checkpoint is not None and (checkpoint.num_tokens != num_tokens or num_tokens % self._checkpoint_step):
+        if checkpoint is not None and checkpoint.num_tokens != num_tokens:
             raise OwnershipError(
-                f"insert: a state captured after {checkpoint.num_tokens} tokens is offered for {num_tokens} "
-                f"(checkpoints are at multiples of {self._checkpoint_step})"
+                f"insert: a state captured after {checkpoint.num_tokens} tokens is offered for {num_tokens}"
             )
 
     # Locks
@@ -659,7 +653,7 @@ class Tree:
         Args:
             released: receives what is evicted, at every moment; None: a new one.
         """
-        released = Released(self._pools.collect()) if released is None else released
+        released = Released(self._page_values()) if released is None else released
         end = len(released.pages) + num_pages
         while len(released.pages) < end and (leaf := self._next(self.candidates.next_leaf)) is not None:
             self._evict(leaf, end - len(released.pages), released)
@@ -667,7 +661,7 @@ class Tree:
 
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
-        released = Released(self._pools.collect()) if released is None else released
+        released = Released(self._page_values()) if released is None else released
         for _ in range(num_checkpoints):
             if (node := self._next(self.candidates.next_checkpoint)) is None:
                 break
@@ -677,7 +671,7 @@ class Tree:
     def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
         """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
         that has none. Evicts nothing when everything is locked."""
-        released = Released(self._pools.collect()) if released is None else released
+        released = Released(self._page_values()) if released is None else released
         node = self._next(self.candidates.next_of_all)
         if node is not None:
             self._evict(node, 0 if node.slot is not None else num_pages, released)
@@ -704,7 +698,7 @@ class Tree:
 
     def evict_nodes(self, nodes: list[Node], num_kept: int, released: Released | None = None) -> Released:
         """Evict what `nodes_beyond` has returned, but for the first `num_kept` tokens. What a lock protects stays."""
-        released = Released(self._pools.collect()) if released is None else released
+        released = Released(self._page_values()) if released is None else released
         for node in reversed(nodes):
             if node.parent is None:  # it went with another
                 continue
@@ -716,7 +710,7 @@ class Tree:
 
     def evict_checkpoint(self, node: Node, released: Released | None = None) -> Released:
         """Evict the checkpoint of a node, if it has one that no lock protects."""
-        released = Released(self._pools.collect()) if released is None else released
+        released = Released(self._page_values()) if released is None else released
         if node.parent is not None and node.slot is not None and not node.state_locks:
             self._evict(node, 0, released)
         return released
@@ -791,8 +785,8 @@ class Tree:
             node = parent
 
     def _remember(self, node: Node, num_kept: int) -> None:
-        if self._pools.leaving is not None:
-            self._pools.leaving.pages(node, num_kept)
+        if self._leaving is not None:
+            self._leaving.pages(node, num_kept)
         if self.watcher is not None:
             self.watcher.pages(node, num_kept)
         if self.ghosts.limit:
@@ -803,8 +797,8 @@ class Tree:
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         assert not node.state_locks
-        if self._pools.leaving is not None:
-            self._pools.leaving.checkpoint(node)
+        if self._leaving is not None:
+            self._leaving.checkpoint(node)
         if self.watcher is not None:
             self.watcher.checkpoint(node)
         candidates, usage = self.candidates, node.usage

@@ -17,12 +17,12 @@ from typing import Any
 from hybrid.errors import ArgumentError
 from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key
+from hybrid.mirror.page_parts import PageParts
 from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.policies import policy_of
-from hybrid.tree.pools import Pools
 from hybrid.tree.sessions import Sessions
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices, ceil_div
@@ -176,7 +176,8 @@ class Mirror:
             policy,
             Prices(len(self._pages), len(self._states), self._options.anchors * (self._pool.num_gpu_blocks - 1)),
             seed=self._options.seed,
-            pools=Pools(opaque=True, leaving=self.counts),
+            page_values=PageParts.of,
+            leaving=self.counts,
         )
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)

@@ -19,16 +19,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
+from hybrid.errors import ArgumentError, LockError, UnsupportedModelError, VersionError
 from hybrid.key import Key
+from hybrid.mirror.page_parts import PageParts
 from hybrid.mirror.visits import MAX_KEYS, MAX_VISITS, PLAIN, Expected, StateOrigin, Visits, dfs_weight_order
 from hybrid.sglang import installed, plugin
+from hybrid.sglang.handles import Handles
 from hybrid.sglang.options import CLASSIC, DEFAULT, NAMES, Options, policy_named, refuse_unsupported
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of_ids, namespace_of, prices_of
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 
@@ -117,7 +118,7 @@ def test_a_small_part_of_indices_does_not_keep_the_memory_of_all() -> None:
 
 def test_the_indices_on_a_path_are_those_that_were_inserted() -> None:
     """Over several nodes, from any node above, with edges that were split."""
-    tree = Tree(2, 2, LeastRecentlyUsed(), pools=Pools(opaque=True))
+    tree = Tree(2, 2, LeastRecentlyUsed(), page_values=PageParts.of)
     for ids in ("abcdef", "abcdefghij", "abcdxy"):
         key, first = Key.of([*map(ord, ids)]), 100 * len(ids)
         pages = IndexPages(torch.arange(first, first + len(ids)), 2)
@@ -136,7 +137,7 @@ def test_indices_are_joined_in_order() -> None:
 
 
 def test_indices_that_a_tree_lets_go_of_are_not_copied() -> None:
-    tree, indices = Tree(2, 2, LeastRecentlyUsed(), pools=Pools(opaque=True)), torch.arange(100, 110)
+    tree, indices = Tree(2, 2, LeastRecentlyUsed(), page_values=PageParts.of), torch.arange(100, 110)
     tree.insert(Key.of(range(6)), 6, IndexPages(indices[:6], 2))
     tree.insert(Key.of(range(10)), 10, IndexPages(indices, 2), Checkpoint("state", 10))
     freed = FreedIndices()
@@ -437,8 +438,8 @@ def test_a_page_and_a_state_cost_their_share_of_their_pools(kv_bytes: int | tupl
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv, mamba_full_cache_donor=lambda: None),
         req_to_token_pool=SimpleNamespace(mamba_pool=states),
     )
-    assert prices_of(given, anchors=False) == Prices(page=256, checkpoint=1000)
-    assert prices_of(given, anchors=True) == Prices(page=256, checkpoint=1000, memory=6400 + 9000)
+    assert prices_of(given, anchors=False) == Prices(page=256, checkpoint=1000, are_apart=True)
+    assert prices_of(given, anchors=True) == Prices(page=256, checkpoint=1000, memory=6400 + 9000, are_apart=True)
     given.token_to_kv_pool_allocator.mamba_full_cache_donor = lambda: states
     assert prices_of(given, anchors=True).memory == 6400
 
@@ -480,3 +481,112 @@ def test_the_check_of_a_server_counts_what_was_cached_and_compares_answers(tmp_p
     server.server_close()
     assert "4 of 4 first answers differ" in second.stdout
     assert second.returncode == 1
+
+
+# Handles
+
+
+@pytest.fixture
+def tree() -> Tree:
+    tree = Tree(2, 2, LeastRecentlyUsed())
+    tree.insert(Key.of([1, 1, 2, 2]), 4, [1, 2], Checkpoint(7, 4))
+    return tree
+
+
+@pytest.fixture
+def handles(tree: Tree) -> Handles:
+    return Handles(tree.locks)
+
+
+def leaf(tree: Tree, handles: Handles) -> int:
+    return handles.of(tree.peek(Key.of([1, 1, 2, 2]), 4).deepest)
+
+
+def protected(tree: Tree) -> tuple[int, int]:
+    return tree.locks.num_pages, tree.locks.num_checkpoints
+
+
+def test_a_handle_is_given_once_and_leads_back(tree: Tree, handles: Handles) -> None:
+    handle = leaf(tree, handles)
+    assert leaf(tree, handles) == handle != handles.root
+    assert handles.of(None) == handles.root
+    assert handles.node(handles.root) is None
+    node = handles.node(handle)
+    assert node is not None
+    assert node.slot == 7
+
+
+def test_the_handle_of_a_node_that_was_evicted_stands_for_nothing(tree: Tree, handles: Handles) -> None:
+    handle = leaf(tree, handles)
+    tree.evict_all()
+    for call in (handles.node, handles.lock):
+        with pytest.raises(LockError, match="stands for no node"):
+            call(handle)
+    assert handles.num_locks(handle) == (0, 0)
+
+
+def test_handles_of_two_trees_from_one_counter_differ(tree: Tree) -> None:
+    numbers = count(1)
+    first, second = Handles(tree.locks, numbers), Handles(tree.locks, numbers)
+    assert len({first.root, leaf(tree, first), second.root, leaf(tree, second)}) == 4
+
+
+def test_pages_and_checkpoint_are_locked_and_released_apart(tree: Tree, handles: Handles) -> None:
+    handle = leaf(tree, handles)
+    handles.lock(handle)
+    handles.lock(handle, state=False)
+    assert handles.num_locks(handle) == (2, 1)
+    assert protected(tree) == (2, 1)
+    handles.unlock(handle, pages=False)
+    assert protected(tree) == (2, 0)
+    assert tree.evict_checkpoints(1).slots == [7]
+    handles.unlock(handle, state=False)
+    handles.unlock(handle, state=False)
+    assert protected(tree) == (0, 0)
+    assert [*tree.evict_all().pages] == [1, 2]
+
+
+def test_a_lock_too_many_is_not_released_and_changes_nothing(tree: Tree, handles: Handles) -> None:
+    handle = leaf(tree, handles)
+    handles.lock(handle, state=False)
+    with pytest.raises(LockError, match="no lock on its checkpoint"):
+        handles.unlock(handle)
+    assert protected(tree) == (2, 0)
+    handles.unlock(handle, state=False)
+    with pytest.raises(LockError, match="no lock on its pages"):
+        handles.unlock(handle, state=False)
+
+
+def test_a_checkpoint_that_comes_to_a_locked_tombstone_is_protected(tree: Tree, handles: Handles) -> None:
+    handle = leaf(tree, handles)
+    tree.evict_checkpoints(1)
+    handles.lock(handle)
+    assert protected(tree) == (2, 0)
+    assert tree.insert(Key.of([1, 1, 2, 2]), 4, [8, 9], Checkpoint(5, 4)).adopted
+    assert protected(tree) == (2, 1)
+    assert tree.evict_all().slots == []
+    handles.unlock(handle)
+    assert protected(tree) == (0, 0)
+    assert tree.evict_all().slots == [5]
+
+
+def test_locks_on_the_empty_prefix_protect_nothing_and_are_counted(tree: Tree, handles: Handles) -> None:
+    handles.lock(handles.root)
+    assert handles.num_locks(handles.root) == (1, 1)
+    assert protected(tree) == (0, 0)
+    handles.unlock(handles.root)
+    with pytest.raises(LockError, match="released exactly once"):
+        handles.unlock(handles.root)
+
+
+def test_nodes_that_were_removed_are_forgotten_in_time(tree: Tree, handles: Handles) -> None:
+    kept = leaf(tree, handles)
+    handles.lock(kept)
+    given = set()
+    for token in range(5000):
+        node = tree.insert(Key.of([token, token + 1]), 2, [token], Checkpoint(token, 2)).node
+        given.add(handles.of(node))
+        tree.evict_all()
+    assert len(given) == 5000
+    assert handles.num_known < 2500
+    assert handles.node(kept) is not None

@@ -124,7 +124,7 @@ class TreeMachine(RuleBasedStateMachine):
         if checkpoint is not None:
             self.model.checkpoints.setdefault(prefix, checkpoint.slot)
 
-    @rule(pages=PAGES, namespace=NAMESPACES, wrong=st.sampled_from(("pages", "position", "grid", "length")))
+    @rule(pages=PAGES, namespace=NAMESPACES, wrong=st.sampled_from(("pages", "position", "length")))
     def insert_what_does_not_fit(self, pages: list[str], namespace: str, wrong: str) -> None:
         ids = self.spell(pages)
         num_tokens, offered, checkpoint = len(ids), [10**6] * len(pages), None
@@ -132,12 +132,8 @@ class TreeMachine(RuleBasedStateMachine):
             offered.append(10**6)
         elif wrong == "position":
             checkpoint = Checkpoint(10**6, num_tokens + self.model.grid)
-        elif wrong == "length":
-            num_tokens -= 1
-        elif num_tokens % self.model.grid:
-            checkpoint = Checkpoint(10**6, num_tokens)
         else:
-            return
+            num_tokens -= 1
         with pytest.raises(OwnershipError):
             self.tree.insert(Key.of(ids, namespace), num_tokens, offered, checkpoint)
 

@@ -272,3 +272,18 @@ def test_nodes_come_parents_first_with_their_namespace(case: TreeCase) -> None:
         seen.add(id(node))
         names.append(namespace)
     assert sorted(names) == ["", "", "", "one"]
+
+
+@pytest.mark.parametrize(("num_pages", "left"), [(1, 1), (2, 0)])
+def test_pages_evicted_right_after_their_lock_ended_are_not_counted(num_pages: int, left: int) -> None:
+    """A leaf loses a part of its edge, or all of it, before the end of its lock is counted."""
+    tree = Tree(2, 2, LeastRecentlyUsed())
+    leaf = tree.insert(Key.of([3, 3, 4, 4]), 4, [3, 4]).node
+    lock = tree.lock_pages(leaf)
+    assert tree.locks.num_pages == 2
+    tree.unlock(lock)
+    tree.evict_pages(num_pages)
+    assert (tree.num_pages, tree.locks.num_pages) == (left, 0)
+    if left:
+        tree.lock_pages(leaf)
+        assert tree.locks.num_pages == 1

@@ -1,24 +1,10 @@
-"""The values that stand for pages and checkpoints of a tree: ours, or those of pools of the caller's own.
-
-A tree never looks at what identifies a page or a checkpoint. An engine with its own allocators can therefore hand over
-values of any kind, such as index tensors on a device: they are kept, cut and returned as they are.
-"""
+"""Values of pages of another engine's pools, as a tree keeps them."""
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-PageValues = Any
-"""Values of consecutive pages: an `array` of page ids, or `PageParts`. Both have a length and slices, grow with
-`extend`, and lose pages from their end with `del values[n:]`. What receives evicted pages needs a length, `extend`, and
-for parts `take` alone."""
-
-SlotValue = Any
-"""The identity of a checkpoint: a slot id, or any object but None."""
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class PageParts:
@@ -41,7 +27,7 @@ class PageParts:
         self._append(parts)
 
     @classmethod
-    def of(cls, values: Any) -> PageParts:
+    def of(cls, values: Any = ()) -> PageParts:
         """The pages of one part, or a copy of pages in parts."""
         parts = cls()
         parts.extend(values)
@@ -130,62 +116,3 @@ class PageParts:
             ends.append(end)
         self.parts += parts
         self._ends += ends
-
-
-def move_end(values: PageValues, start: int, into: PageValues) -> None:
-    """Move the values of the pages from `start` on, which are some, to the end of others."""
-    if isinstance(values, PageParts):
-        values.move_end(start, into)
-    else:
-        into.extend(values[start:])
-        del values[start:]
-
-
-class Leaving(Protocol):
-    """Sees what is about to be evicted, while the tree still has it. Must not raise, and must not change the tree. Its
-    argument is a `hybrid.tree.node.Node`."""
-
-    def checkpoint(self, node: Any) -> None:
-        """The checkpoint of a node is about to be evicted."""
-        ...
-
-    def pages(self, node: Any, num_kept: int) -> None:
-        """The pages of a node after the first `num_kept` are about to be evicted."""
-        ...
-
-
-class Watcher(Leaving, Protocol):
-    """Sees what is inserted, too, once the tree has it. Must not raise, and must not change the tree."""
-
-    def inserted(self, node: Any, num_existing: int, adopted: bool) -> None:
-        """A node, which ends where the insert did, has got the pages after the first `num_existing` tokens, where it is
-        longer, and a checkpoint, if it was `adopted`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """The pools that pages and checkpoints are from, as a tree must know them.
-
-    Attributes:
-        opaque: page values are any objects with a length and slices, and are kept as `PageParts`; slots are any
-            objects. False: both are integers.
-        checkpoint_step: checkpoints are at multiples of this many tokens, itself a multiple of the page size; None: at
-            those of the tree's grid, as branching points and ghosts are.
-        apart: pages and checkpoints are in memories of their own: what is evicted is what saves least for what it frees
-            of the memory that is short. False: of one memory for both.
-        leaving: sees what is about to be evicted; None: nothing does.
-    """
-
-    opaque: bool = False
-    checkpoint_step: int | None = None
-    apart: bool = False
-    leaving: Leaving | None = None
-
-    def collect(self, values: Sequence[int] | Any = ()) -> PageValues:
-        """A container with values of pages: a copy of the container, not of what is in it."""
-        return PageParts.of(values) if self.opaque else array("i", values)
-
-
-INTEGERS = Pools()
-"""Page ids and slot ids."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from hybrid.errors import OwnershipError
 from hybrid.key import Key
+from hybrid.mirror.page_parts import PageParts
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Policy
-from hybrid.tree.pools import PageParts, Pools, move_end
 from hybrid.tree.tree import Tree
+from hybrid.tree.values import move_end, page_ids
 from hybrid.units import Prices
 
 
@@ -40,8 +40,8 @@ def flat(pages: Any) -> list[int]:
     return ids_of(pages) if isinstance(pages, PageParts) else [*pages]
 
 
-def opaque(**more: Any) -> Tree:
-    return Tree(1, 2, LeastRecentlyUsed(), pools=Pools(opaque=True, **more))
+def opaque() -> Tree:
+    return Tree(1, 2, LeastRecentlyUsed(), page_values=PageParts.of)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -104,7 +104,7 @@ def test_the_tree_returns_the_values_that_it_was_given() -> None:
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, LearnedHitDensity])
 def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any) -> None:
     """The same random calls on a tree of integers and on one of opaque values: the same pages at every step."""
-    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque)) for opaque in (False, True)]
+    trees = [Tree(1, 2, policy(), seed=3, page_values=made) for made in (page_ids, PageParts.of)]
     rng, next_id = random.Random(5), 0
     for _ in range(400):
         key = Key.of([rng.randrange(3) for _ in range(2 * rng.randrange(1, 9))])
@@ -125,21 +125,10 @@ def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any) -> Non
 
 
 def test_checkpoints_may_be_off_the_grid_of_branches() -> None:
-    tree = opaque(checkpoint_step=1)
+    tree = opaque()
     tree.insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
     assert tree.peek(Key.of(range(6)), 6).num_tokens == 5
     assert tree.peek(Key.of([0, 1, 2, 9]), 4).branching_len == 2  # pages to 3, the grid is 2
-    with pytest.raises(OwnershipError, match="multiples of 2"):
-        opaque().insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
-
-
-def test_a_checkpoint_that_is_offered_again_is_recent() -> None:
-    tree = opaque()
-    first = tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("first", 2)).node
-    tree.insert(Key.of([3, 4]), 2, Rows([3, 4]), Checkpoint("second", 2))
-    tree.renew(first)
-    assert tree.evict_checkpoints(1, Released(PageParts())).slots == ["second"]
-    assert first.usage.hits == 0
 
 
 class Sizes(Policy):
@@ -159,7 +148,7 @@ def test_what_is_evicted_of_a_memory_of_its_own_is_ranked_by_what_it_frees_of_th
 ) -> None:
     for evict, expected in (("evict_checkpoints", of_states), ("evict_pages", of_pages)):
         policy = Sizes()
-        tree = Tree(1, 2, policy, Prices(page=10, checkpoint=1000), pools=Pools(opaque=True, apart=apart))
+        tree = Tree(1, 2, policy, Prices(10, 1000, are_apart=apart), page_values=PageParts.of)
         tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("a", 2))
         getattr(tree, evict)(1, Released(PageParts()))
         assert policy.seen == expected
