@@ -2,9 +2,12 @@
 """The tree inside SGLang, on SGLang's own pools and requests: hits and CPU time next to those of its Rust core.
 
     .venv-sglang/bin/python bench/in_sglang.py --traces DIR [--runs 3]      # after make sglang; DIR: bench/traces.py
+    .venv-sglang/bin/python bench/in_sglang.py --sessions SESSIONS [--limit 1000] [--width 8]    # of agents, recorded
 
 Each run of a side is a process of its own, in turns. The time of a request is what is spent in the tree core and in
-deciding on admission. A value is the time over that of the Rust core. Exit status 1 when a target is missed.
+deciding on admission. A value is the time over that of the Rust core. Recorded sessions are served as `hybrid doctor`
+does, with the sizes of Qwen3.5-9B and their times as the clock; ours has to hit what the Rust core does, less half a
+point. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import statistics
 import sys
 import time
 from array import array
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Medians, arguments, finish, printed, ratio
+from common import ROOT, Line, Medians, arguments, check, finish, printed, ratio
 from hit_rate import load_trace
 
 CELLS = {"lmsys": 3.0, "swebench": 10.0}
 SIDES = {"rust": ("rust", "lru", None), "lru": ("hybrid", "lru", 1.3), "lhd": ("hybrid", "lhd", 2.0)}
 """The tree core, the policy, and the largest ratio to the time of the Rust core."""
+
+
+GIB = (16.0, 32.0, 64.0)
+"""Memory for recorded sessions."""
 
 
 def clocked(owner: Any, name: str, spent: list[int]) -> None:
@@ -60,15 +68,71 @@ def serve(folder: Path, name: str, side: str) -> dict[str, float]:
     return {"hits": hits, "us": spent[0] / 1000 / len(requests)}
 
 
+def serve_sessions(source: Path, gib: float, side: str, width: int, limit: int | None) -> dict[str, Any]:
+    """Serve recorded sessions, as many requests at a time: of a conversation one. Returns the token hit rate in
+    percent, and milliseconds of CPU per request in all of the replay."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.sglang_absent import imitate
+
+    imitate()
+    from hybrid.doctor.arrivals import Pace
+    from hybrid.doctor.installed_sglang import InstalledSglang
+    from hybrid.doctor.sizes import Sizes
+    from hybrid.doctor.traffic import Traffic
+    from hybrid.sglang.plugin import register
+
+    class Timed(InstalledSglang):
+        """The times of requests are the clock."""
+
+        def begin(self, request: Any, budget: int | None = None) -> Any:
+            if side != "rust":
+                self.cache.tree_core.clock = lambda: request.time
+            return super().begin(request, budget)
+
+    register()
+    traffic, sizes = Traffic.read([source]), Sizes(32768, 51511296, 8, 24)
+    given = {"rust": {}, "lru": {"policy": "lru"}, "lhd": {}}[side]
+    given |= {"radix_cache_backend": "hybrid"} if side != "rust" else {}
+    arrivals = Pace(concurrency=width).arrivals(traffic, islice(traffic, limit))
+    served = Timed(sizes, int(gib * 2**30), arrivals, **given)
+    start, number, hits, tokens = time.process_time(), 0, 0, 0
+    for arrival, hit, _ in served.run():
+        number, hits, tokens = number + 1, hits + hit.num_tokens, tokens + arrival.request.num_prompt
+    took = time.process_time() - start
+    served.cache.sanity_check()
+    return {"hits": round(100 * hits / tokens, 2), "requests": number, "ms": round(1000 * took / number, 2)}
+
+
 def main() -> int:
     parser = arguments(__doc__, runs=3)
-    parser.add_argument("--traces", type=Path, required=True, help="the folder of the traces")
-    parser.add_argument("--one", nargs=2, metavar=("TRACE", "SIDE"), help="one run of one side, printed as JSON")
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--traces", type=Path, help="the folder of the traces")
+    sources.add_argument("--sessions", type=Path, help="recorded sessions")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("WHAT", "SIDE"), help="one run of one side, printed as JSON: a trace, or GiB"
+    )
+    parser.add_argument("--width", type=int, default=1, help="requests of sessions at a time")
+    parser.add_argument("--limit", type=int, help="requests of sessions")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(serve(args.traces, *args.one)))
+        what, side = args.one
+        found: dict[str, Any] = (
+            serve_sessions(args.sessions, float(what), side, args.width, args.limit)
+            if args.sessions
+            else serve(args.traces, what, side)
+        )
+        print(json.dumps(found))
         return 0
-    command, lines = [sys.executable, "-W", "ignore", __file__, "--traces", args.traces, "--one"], []
+    lines = list[Line]()
+    if args.sessions:
+        command = [sys.executable, "-W", "ignore", __file__, "--sessions", args.sessions, "--width", args.width]
+        command += ["--limit", args.limit] if args.limit else []
+        for gib in GIB:
+            cells = {side: printed([*command, "--one", gib, side]) for side in ("rust", "lhd")}
+            is_ahead = cells["lhd"]["hits"] >= cells["rust"]["hits"] - 0.5
+            lines.append(check(f"{gib:g} GiB: lhd is not behind", is_ahead, str(cells)))
+        return finish(lines, args)
+    command = [sys.executable, "-W", "ignore", __file__, "--traces", args.traces, "--one"]
     for name in CELLS:
         runs = [{side: printed([*command, name, side]) for side in SIDES} for _ in range(args.runs)]
         times: Medians = {side: statistics.median(run[side]["us"] for run in runs) for side in SIDES}

@@ -33,6 +33,9 @@ from hybrid.doctor.request import LoggedRequest
 from hybrid.doctor.sglang import PAGE, TRACK, SglangSteps, pools_of, running_of
 from hybrid.doctor.sizes import Sizes
 
+KV_BYTES = 32
+"""Bytes of KV of a token, of `pools`: of one layer with a head of 8."""
+
 CHUNK = 64
 """Tokens per chunk of the kernels for linear attention."""
 
@@ -193,17 +196,23 @@ class InstalledSglang(SglangSteps):
         memory: bytes of pages and states together.
         arrivals: the requests as they come.
         endless: the model of it with endless memory, which follows step by step.
+        given: arguments of SGLang's server.
+
+    Attributes:
+        cache: SGLang's.
     """
 
-    def __init__(self, sizes: Sizes, memory: int, arrivals: Arrivals, endless: EngineModel | None = None) -> None:
+    def __init__(
+        self, sizes: Sizes, memory: int, arrivals: Arrivals, endless: EngineModel | None = None, **given: Any
+    ) -> None:
         slots, pages = pools_of(sizes, memory)
         self.max_running, tokens = running_of(slots), pages * PAGE
         self._context = min(tokens, MAX_CONTEXT)
-        args = server_args(PAGE)
-        pool, allocator = pools(tokens, slots, self.max_running, self._context + PAGE)
-        self._requests = SglangRequests(
-            create_tree_cache(context_of(args, params_of(pool, allocator))), pool, allocator
-        )
+        args = server_args(PAGE, **given)
+        ratio = sizes.state_bytes / sizes.token_bytes
+        pool, allocator = pools(tokens, slots, self.max_running, self._context + PAGE, state_tokens=ratio)
+        self.cache: Any = create_tree_cache(context_of(args, params_of(pool, allocator)))
+        self._requests = SglangRequests(self.cache, pool, allocator)
         self._loop = ReplayLoop(self, arrivals, endless)
 
     def run(self) -> Iterator[Begun]:
@@ -298,19 +307,28 @@ def context_of(args: ServerArgs, params: CacheInitParams, **changed: Any) -> Tre
 
 
 def pools(
-    tokens: int, states: int, rows: int, context: int, page_size: int = PAGE, extra_buffer: bool = True
+    tokens: int,
+    states: int,
+    rows: int,
+    context: int,
+    page_size: int = PAGE,
+    extra_buffer: bool = True,
+    *,
+    state_tokens: float,
 ) -> tuple[Any, Any]:
-    """SGLang's pools, with KV and states of a few bytes.
+    """SGLang's pools, with KV of a few bytes, and states in the model's proportion to it.
 
     Args:
         tokens, states: that they hold.
         rows: requests that run at a time, at most; context: tokens of each.
+        state_tokens: tokens whose KV is as large as a state.
 
     Returns:
         The pool of rows and states, and the allocator of KV.
     """
+    size = max(1, round((state_tokens * KV_BYTES - 256) / 516))  # 512 bytes of the state for each, and 4 of the window
     shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=8, n_groups=1, num_heads=1, head_dim=8, state_size=1, conv_kernel=2
+        tp_world_size=1, intermediate_size=128, n_groups=1, num_heads=4, head_dim=32, state_size=size, conv_kernel=2
     )
     pool = HybridReqToTokenPool(
         size=rows,

@@ -75,11 +75,7 @@ class Served(SglangRequests):
         self.setting = setting
         self.args = server_args(setting)
         size, buffer = setting.page_size, setting.extra_buffer
-        self.pool, self.allocator = (
-            _unified_pools(setting)
-            if setting.unified
-            else installed_sglang.pools(setting.tokens, setting.states, setting.requests, setting.context, size, buffer)
-        )
+        self.pool, self.allocator = _unified_pools(setting) if setting.unified else _fixed_pools(setting)
         super().__init__(
             create_tree_cache(context_of(self.args, self.params())), self.pool, self.allocator, size, buffer
         )
@@ -171,6 +167,11 @@ def _state_params(layers: list[int]) -> Mamba2CacheParams:
             tp_world_size=1, intermediate_size=128, n_groups=1, num_heads=4, head_dim=32, state_size=192, conv_kernel=2
         )
         return Mamba2CacheParams(shape=shape, layers=layers)
+
+
+def _fixed_pools(setting: Setting) -> tuple[Any, Any]:
+    sizes = setting.tokens, setting.states, setting.requests, setting.context, setting.page_size
+    return installed_sglang.pools(*sizes, setting.extra_buffer, state_tokens=STATE_BYTES / KV_BYTES)
 
 
 def _unified_pools(setting: Setting) -> tuple[Any, Any]:
