@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hybrid.key import Key
 from hybrid.tree.node import KeyHashes, Kind, Match, Node, NodeUsage, PrefixHistory
+from hybrid.tree.paths import Path
 from hybrid.tree.tree import Tree
 from hybrid.units import anchors
 
@@ -26,12 +27,14 @@ class StateOrigin(NamedTuple):
         turn: number of turn ends before it on its path.
         past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
         hashes: of its key, as far as they were computed.
+        path: what the policy knows its request by; None: times are not known.
     """
 
     kind: Kind
     turn: int
     past: NodeUsage | None
     hashes: KeyHashes | None = None
+    path: Path | None = None
 
 
 class Expected(NamedTuple):
@@ -65,20 +68,25 @@ class Visits:
     def __init__(self, tree: Tree, learns: bool) -> None:
         self._tree = tree
         self._learns = learns
-        self._histories: dict[str, PrefixHistory] = {}
+        self._histories: dict[str, tuple[PrefixHistory, Path | None]] = {}
         self._keys: dict[str, tuple[Sequence[int], Key]] = {}
         self._anchors: dict[str, list[int]] = {}
         self._expected: Expected | None = None
 
-    def match(self, rid: str, key: Key, limit: int) -> tuple[Match, int]:
+    def match(self, rid: str, key: Key, limit: int, seconds: float | None = None) -> tuple[Match, int]:
         """The longest cached prefix of a request, and how much of it the tree has had. Counts when it is the request's
-        first."""
-        history = self._histories.get(rid)
-        if history is not None:
-            return self._tree.peek(key, limit), history.num_tokens
+        first.
+
+        Args:
+            seconds: when the request came; None: times are not known.
+        """
+        known = self._histories.get(rid)
+        if known is not None:
+            return self._tree.peek(key, limit), known[0].num_tokens
+        self._tree.use_clock(None if seconds is None else lambda: seconds)
         found = self._tree.match(key, limit)
-        history = self._histories[rid] = self._tree.recall(key, found, limit)
-        self._tree.report_misses(found, history, limit)
+        history = self._tree.recall(key, found, limit)
+        self._histories[rid] = history, self._tree.report_misses(found, history, limit)
         if len(self._histories) > MAX_VISITS:
             del self._histories[next(iter(self._histories))]
         return found, history.num_tokens
@@ -115,19 +123,23 @@ class Visits:
         """Whether a request has been matched."""
         return rid in self._histories
 
-    def leave(self, rid: str) -> None:
-        """A request has ended."""
-        for known in (self._histories, self._keys, self._anchors):
-            known.pop(rid, None)
+    def leave(self, rid: str, num_answered: int) -> None:
+        """Record that a request has ended, with an answer of `num_answered` tokens; 0: it has none."""
+        known = self._histories.pop(rid, None)
+        if known is not None and num_answered:
+            self._tree.ended(known[1], num_answered)
+        self._keys.pop(rid, None)
+        self._anchors.pop(rid, None)
 
     def describe(self, rid: str, num_tokens: int, kind: Kind) -> StateOrigin:
         """A state of a request at a position."""
         if not self._learns:
             return PLAIN
-        history = self._histories.get(rid)
-        if history is None:
+        known = self._histories.get(rid)
+        if known is None:
             return StateOrigin(kind, 0, None)
-        return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes)
+        history, path = known
+        return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes, path)
 
     def admit(
         self, key: Key, num_tokens: int, origin: StateOrigin, tails_help: bool, priority: int = 0
@@ -145,7 +157,7 @@ class Visits:
         """
         tree = self._tree
         found = tree.peek(key, num_tokens)
-        usage = origin.past or tree.new_usage(origin.kind, origin.turn)
+        usage = origin.past or tree.new_usage(origin.kind, origin.turn, origin.path)
         tree.stored_for(usage, key.namespace, priority)
         only_its_own = found.num_page_tokens < num_tokens
         if found.num_tokens < num_tokens and tree.admits(usage, num_tokens, found.num_tokens, only_its_own, tails_help):

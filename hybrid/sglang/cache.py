@@ -71,6 +71,8 @@ def build(context: Any) -> Any:
             "its component of states": (cache.components[STATE], StateComponent),
         }
     )
+    if context.server_args.tp_size * context.server_args.pp_size == 1:  # else all ranks must choose the same victims
+        cache.tree_core.clock = time.monotonic
     return cache
 
 
@@ -206,7 +208,7 @@ class StateComponent(MambaComponent):
     ) -> None:
         """Clean up as SGLang does, and forget a request that has ended."""
         if is_finished:
-            self.tree_core.visits.leave(req.rid)
+            self.tree_core.visits.leave(req.rid, len(req.output_ids))
             self._note_hints(req)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
 

@@ -8,7 +8,7 @@ are refused when the cache is built is refused here too, by name.
 from __future__ import annotations
 
 from abc import update_abstractmethods
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         tree: the tree. Its positions are `WORDS` times those of SGLang.
         visits: what is known of requests that have come.
         page_size: tokens per page.
+        clock: seconds; None: times are not known.
         places_anchors: long prompts keep states along their way.
         is_choosy: states are admitted only if they are worth more than what would be evicted for them.
     """
@@ -97,6 +98,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self.places_anchors: bool = self.options.anchors and not self._is_classic
         self._prices = prices_of(params, self.places_anchors)
         self._grid: int = mamba_checkpoint_grid(self.page_size)
+        self.clock: Callable[[], float] | None = None
         self._handles_from = count(1)
         self.reset()
 
@@ -142,7 +144,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         elif params.cow_mamba:
             self.visits.keep_key(params.req.rid, params.key.token_ids, key)
             is_new = params.req.rid not in self.visits
-            found, known = self.visits.match(params.req.rid, key, limit)
+            seconds = self.clock() if self.clock is not None else None
+            found, known = self.visits.match(params.req.rid, key, limit, seconds)
             if self.places_anchors and is_new:
                 self.visits.place_anchors(params.req.rid, found.num_tokens, limit)
             branching_len = known if self.options.ghost_branches else None
@@ -210,10 +213,10 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
                 slot, num_tokens, arrival.kind, params.priority or 0, arrival.turn, arrival.kind is Kind.INTERVAL
             )
         elif past is None:
-            past = self.tree.new_usage(arrival.kind, arrival.turn)
+            past = self.tree.new_usage(arrival.kind, arrival.turn, arrival.path)
         value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
-        inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes)
+        inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes, path=arrival.path)
         existing = inserted.num_existing // WORDS
         duplicated = range(params.prev_prefix_len, existing)
         handle = self._handles.of(inserted.node)

@@ -378,7 +378,8 @@ class Mirror:
         """
         visit, is_new = self._visit(request), request.request_id not in self.visits
         size = self._block_size
-        found, known = self.visits.match(request.request_id, visit.key, self._limit(request))
+        limit = self._limit(request)
+        found, known = self.visits.match(request.request_id, visit.key, limit, request.arrival_time)
         visit.found = num_tokens
         if is_new:
             visit.is_first = True
@@ -522,8 +523,8 @@ class Mirror:
         below: Node | None,
         origin: StateOrigin | None,
     ) -> Node:
-        past, hashes = (origin.past, origin.hashes) if origin is not None else (None, None)
-        inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, hashes)
+        past, hashes, path = (origin.past, origin.hashes, origin.path) if origin is not None else (None, None, None)
+        inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, hashes, path=path)
         num_existing = inserted.num_existing // WORDS
         self._owned.update(block.block_id for block in chain.from_iterable(blocks[num_existing:]))
         if num_existing > blocks.start:
@@ -580,7 +581,7 @@ class Mirror:
             if request.is_finished() and (visit.options.session is not None or visit.options.hints != NO_HINTS):
                 self._ended(visit.options, end)
         if request.is_finished():
-            self.visits.leave(request.request_id)
+            self.visits.leave(request.request_id, request.num_output_tokens)
 
     def _ended(self, options: RequestOptions, end: Node | None) -> None:
         """A request has ended, with its pages up to a node: do what its hints say."""

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from support.sglang_absent import require_sglang
 
 require_sglang()
 
+from sglang.srt.mem_cache.registry import create_tree_cache  # noqa: E402
+
+from hybrid.doctor.installed_sglang import context_of, server_args  # noqa: E402
 from support.sglang_served import Served, Setting  # noqa: E402
 
 Request = tuple[array, int]
@@ -192,6 +196,7 @@ imitate()
 from support.sglang_served import Served, Setting
 requests, unified = json.load(sys.stdin)
 served = Served(Setting(tokens=16_000, states=30, unified=unified))
+served.cache.tree_core.clock = None  # as of each of several ranks
 log = []
 free = served.cache._free
 def noted(kind, indices):
@@ -218,3 +223,10 @@ def test_two_processes_with_the_same_calls_choose_the_same_victims(unified: bool
         logs.append(json.loads(shown.stdout.splitlines()[-1]))
     assert sum(isinstance(entry, list) for entry in logs[0]) > 20
     assert logs[0] == logs[1]
+
+
+def test_a_clock_is_read_only_where_there_is_one_rank() -> None:
+    served = Served(Setting(tokens=16_000, states=30))
+    assert served.cache.tree_core.clock is time.monotonic
+    several = server_args(64, radix_cache_backend="hybrid", tp_size=2)
+    assert create_tree_cache(context_of(several, served.params())).tree_core.clock is None

@@ -362,9 +362,27 @@ def test_a_request_uses_a_state_once_however_often_it_is_looked_for() -> None:
     assert (usage.hits, seen.tree.candidates.now) == (1, 1)
     seen.visits.match("b", seen.key, 8)
     assert usage.hits == 2
-    seen.visits.leave("a")
+    seen.visits.leave("a", 1)
     seen.visits.match("a", seen.key, 8)
     assert usage.hits == 3
+
+
+def test_states_are_known_by_the_path_of_their_request_where_times_are_known() -> None:
+    seen = Seen()
+    seen.visits.match("timeless", seen.key, 8)
+    assert seen.visits.describe("timeless", 4, Kind.TURN_END).path is None
+    seen.visits.match("a", seen.key, 8, 100.0)
+    origin = seen.visits.describe("a", 4, Kind.TURN_END)
+    assert origin.path is not None
+    assert (origin.path.seconds, origin.path.place) == (100.0, None)
+    assert seen.visits.admit(seen.key, 4, origin, tails_help=True)[0].path is origin.path
+    seen.visits.leave("a", 0)
+    assert origin.path.place is None  # it has no answer
+    seen.visits.match("a", seen.key, 8, 101.0)
+    path = seen.visits.describe("a", 4, Kind.TURN_END).path
+    seen.visits.leave("a", 7)
+    assert path is not None
+    assert path.place == 0
 
 
 def test_of_too_many_requests_the_first_is_forgotten() -> None:
@@ -419,7 +437,7 @@ def test_a_key_is_kept_for_the_ids_that_it_was_made_of_until_the_request_ends_or
     visits.keep_key("last", ids, key)
     assert visits.key("0", ids) is None
     assert visits.key("a", equal) is key
-    visits.leave("a")
+    visits.leave("a", 0)
     assert visits.key("a", equal) is None
 
 

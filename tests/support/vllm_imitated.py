@@ -147,6 +147,7 @@ class Request:
     salt: str = ""
     shared_prefix_boundary: int = 0
     finished: bool = False
+    arrival_time: float = 0.0
     sampling_params: Any = None
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
@@ -157,6 +158,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
 
     def is_finished(self) -> bool:
         return self.finished

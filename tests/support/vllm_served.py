@@ -146,6 +146,7 @@ class Served:
             [*repeat(1, given.num_prompt)],
             params,
             None,
+            arrival_time=given.time,
             block_hasher=lambda request: hashes[len(request.block_hashes) : request.num_tokens // BLOCK],
         )
         self._answers[request.request_id] = answer
