@@ -141,6 +141,14 @@ class Clearable(Protocol):
         ...
 
 
+class Restartable(Protocol):
+    """A thing that holds leases of a cache, and can start again without them."""
+
+    def start_again(self) -> None:
+        """Record that all leases and pins have ended."""
+        ...
+
+
 class HybridCache:
     """A prefix cache for models that keep pages of KV and states.
 
@@ -172,6 +180,7 @@ class HybridCache:
         tiers: copies in host memory and on disk; None: `config` asks for none.
         restores: brings back what they have; None: there are none.
         on_clear: what keeps tokens of requests that have ended: cleared with the cache, while others refer to it.
+        on_reset: what holds leases: told when these have ended, because the cache was reset.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -196,6 +205,7 @@ class HybridCache:
         host, disk = (self.tiers.host, self.tiers.disk) if self.tiers is not None else (None, None)
         self._subscriptions = Subscriptions(memory, host, disk, self.claim)
         self.on_clear: WeakSet[Clearable] = WeakSet()
+        self.on_reset: WeakSet[Restartable] = WeakSet()
         self._shares: dict[str, float] = {}
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
@@ -878,7 +888,8 @@ class HybridCache:
 
         An exception that leaves it, unless it refuses what was asked, has the cache audited, and emptied where the
         audit fails (`reset_if_inconsistent`). Leases that are not among `leases` then have ended, and their requests
-        have to run again. Within another one it does nothing. Passes of the model belong outside of it.
+        have to run again. Within another one it does nothing. A pass of the model within it lets handlers run
+        (`hybrid.interrupts.handlers_allowed`).
 
         Raises:
             OwnershipError: another thread owns the cache.
@@ -939,6 +950,8 @@ class HybridCache:
             clear_inconsistent(self.tiers.places if self.tiers is not None else ())
             self.memory.reset()
             self._begin()
+            for user in [*self.on_reset]:
+                user.start_again()
 
     def shutdown(self) -> None:
         """Clear the cache for good: what is worth it is written to disk before. Waits for it for a minute at most."""

@@ -58,8 +58,8 @@ from hybrid.engine.build import LoadedModel
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
+from hybrid.engine.requests import NOT_FINITE
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.step_loop import NOT_FINITE
 from hybrid.errors import HybridError, RequestError
 from hybrid.interrupts import deferred
 from hybrid.memory.memory import CacheMemory

@@ -23,6 +23,7 @@ from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
+from hybrid.engine.base_loop import Loop
 from hybrid.engine.build import (
     LoadedModel,
     build_cache,
@@ -34,15 +35,16 @@ from hybrid.engine.build import (
 )
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import make_drafting
+from hybrid.engine.loops import OverlapLoop, PlainLoop
 from hybrid.engine.model_runner import Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request
 from hybrid.engine.request_builder import RequestBuilder, check_request_id, params_of_each
+from hybrid.engine.requests import Requests
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.scoring import Choice, Score, choices_of, joined, score_of
 from hybrid.engine.stats import EngineStats
-from hybrid.engine.step_loop import OverlapLoop, PlainLoop, StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.hints import Hints
 from hybrid.prompts.encode import Message, Prompt, as_prompts, chat_prompt
@@ -59,18 +61,18 @@ class TextStream(Iterator[str]):
 
     Args:
         request: not queued yet: the first piece that is asked for does that.
-        steps: of the engine.
+        loop: of the engine.
         claim: checks that the engine is open, and that the calling thread owns it or may own it.
         check_owner: raises in another thread than the owner.
     """
 
     def __init__(
-        self, request: Request, steps: StepLoop, claim: Callable[[], None], check_owner: Callable[[], None]
+        self, request: Request, loop: Loop, claim: Callable[[], None], check_owner: Callable[[], None]
     ) -> None:
         self._request = request
-        self._steps = steps
+        self._loop = loop
         self._check_owner = check_owner
-        self._pieces = _pieces(request, steps, claim)
+        self._pieces = _pieces(request, loop, claim)
 
     def __next__(self) -> str:
         """The next piece.
@@ -100,24 +102,24 @@ class TextStream(Iterator[str]):
         try:
             self._check_owner()
         except OwnershipError:
-            self._steps.abort_later(self._request)
+            self._loop.requests.abort_later(self._request)
         else:
             self._pieces.close()
 
 
-def _pieces(request: Request, steps: StepLoop, claim: Callable[[], None]) -> Generator[str, None, None]:
+def _pieces(request: Request, loop: Loop, claim: Callable[[], None]) -> Generator[str, None, None]:
     ended = False
-    with steps.aborting([request]):
+    with loop.requests.aborting([request]):
         claim()
-        steps.enter([request])
+        loop.requests.enter([request])
         while not ended:
             if not request.outputs:
-                steps.work()
+                loop.work()
             for output in request.outputs.take():
                 ended = output.finish_reason is not None
                 if output.delta:
                     yield output.delta
-        steps.replay_while_idle()
+        loop.replay_while_idle()
     if request.error is not None:
         raise RequestError(f"{request.request_id} failed: {request.error}")
 
@@ -182,14 +184,15 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         if runner is None:
             runner = model_runner(loaded, cache, self.config, self.deterministic, self.speculation)
-        common = (cache, self.scheduler, runner, self.config, loaded.end_tokens)
+        requests = Requests(cache, self.scheduler, self.config, loaded.end_tokens)
+        common = (cache, self.scheduler, requests, runner, self.config)
         always = self.config.overlap is True or loaded.device.type == "cuda"
-        steps: StepLoop = PlainLoop(*common) if self.config.overlap is False else OverlapLoop(*common, always=always)
-        self._steps = steps
+        self._loop: Loop = PlainLoop(*common) if self.config.overlap is False else OverlapLoop(*common, always=always)
+        self._requests = requests
         self.adapters: Adapters = Adapters(
             loaded.model,
             self.config.adapter_bytes,
-            lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
+            lambda: [request.adapter for request in requests.by_id.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
         self._request_builder = RequestBuilder(
@@ -269,7 +272,7 @@ class Engine:
     @property
     def runner(self) -> Runner:
         """Computes the steps."""
-        return self._steps.runner
+        return self._loop.runner
 
     @property
     def model(self) -> Any:
@@ -328,10 +331,10 @@ class Engine:
         done: dict[str, RequestOutput] = {}
         hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
         bar = tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden)
-        meter, started = self._steps.meter, time.perf_counter()
+        meter, started = self._requests.meter, time.perf_counter()
         before, shown = meter.completion_tokens, started
-        with self._steps.aborting(requests), bar:
-            self._steps.enter(requests)
+        with self._requests.aborting(requests), bar:
+            self._requests.enter(requests)
             while len(done) < len(requests):
                 ended = outputs.take_ended()
                 done.update({output.request_id: output for output in ended})
@@ -341,8 +344,8 @@ class Engine:
                     bar.set_postfix_str(f"{(meter.completion_tokens - before) / (now - started):.0f} tokens/s")
                     shown = now
                 if not ended:
-                    self._steps.work()
-            self._steps.replay_while_idle()
+                    self._loop.work()
+            self._loop.replay_while_idle()
         return [done[request.request_id] for request in requests]
 
     @known_keywords(params=SamplingParams)
@@ -360,7 +363,7 @@ class Engine:
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
         request = self._request(prompt, params, namespace, Outputs())
-        return TextStream(request, self._steps, self._claim, self._check_owner)
+        return TextStream(request, self._loop, self._claim, self._check_owner)
 
     @known_keywords(params=SamplingParams)
     def chat(
@@ -487,7 +490,7 @@ class Engine:
         """
         self._claim()
         request = self.prepare(prompt, params, namespace, self.new_id(request_id))
-        self._steps.enter([request])
+        self._requests.enter([request])
         return request.request_id
 
     def new_id(self, request_id: str | None, taken: Container[str] = ()) -> str:
@@ -527,7 +530,7 @@ class Engine:
         adapter = request.params.adapter
         if adapter is not None and self.adapters.named(adapter) is not request.adapter:
             raise ArgumentError(f"the adapter {adapter!r} was replaced while the prompt was encoded; send it again")
-        self._steps.enter([request], has_room=has_room)
+        self._requests.enter([request], has_room=has_room)
 
     def predict(self, request: Request) -> Explanation:
         """The hit that a request which was entered would have if it started now, copies in tiers aside. Changes
@@ -550,13 +553,13 @@ class Engine:
         if not self.has_work:
             raise RequestError("there is nothing to do: add_request first, and step while has_work")
         if self.scheduler.has_work:
-            self._steps.advance()
+            self._loop.advance()
         return self._outputs.take()
 
     @property
     def is_retrying(self) -> bool:
         """Tell whether the latest step failed, and its requests are computed again by the next one."""
-        return self._steps.is_retrying
+        return self._loop.is_retrying
 
     def abort(self, request_id: str) -> None:
         """Stop a request. Its last output has `finish_reason="abort"`. What it has committed stays cached.
@@ -566,7 +569,7 @@ class Engine:
             OwnershipError: another thread owns the engine.
         """
         self._check_owner()
-        self._steps.abort(request_id)
+        self._requests.abort(request_id)
 
     def _request(
         self,
@@ -580,17 +583,17 @@ class Engine:
 
     def num_requests_of(self, tenant: str) -> int:
         """The number of requests of a tenant that wait and run."""
-        return self._steps.num_requests_of[tenant]
+        return self._requests.num_of[tenant]
 
     def _is_used(self, request_id: str) -> bool:
-        return request_id in self._steps.requests or request_id in self._outputs
+        return request_id in self._requests.by_id or request_id in self._outputs
 
     # The whole
 
     def stats(self) -> EngineStats:
         """Return the counts of the engine since it was made, and its present state. May be called from any thread at
         any time: each of the figures was right at some moment during the call."""
-        return self._steps.stats()
+        return self._requests.stats()
 
     def close(self) -> None:
         """Abort all requests, and free the memory of the cache. What is worth it goes to `CacheConfig.disk` before, if
@@ -606,7 +609,7 @@ class Engine:
         self._check_owner()
         if not self._is_closed:
             self._is_closed = True
-            self._steps.close()
+            self._loop.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -666,16 +669,14 @@ class Engine:
         """
         self._claim()
         key = self._request_builder.key(prompt, namespace, adapter)
-        with self._steps.bookkeeping():
-            pin = self.cache.pin(key, ttl)
+        pin = self.cache.pin(key, ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
         return pin
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin. One that was released before stays so. What is not a `Pin` is an `ArgumentError`."""
-        with self._steps.bookkeeping():
-            self.cache.unpin(pin)
+        self.cache.unpin(pin)
 
     def hint(
         self, session: str, hints: Hints, *, namespace: str = "", adapter: str | None = None, tenant: str | None = None
@@ -696,8 +697,7 @@ class Engine:
         """
         self._claim()
         namespace = self._request_builder.namespace_of(namespace, adapter)
-        with self._steps.bookkeeping():
-            return self.cache.hint_session(session, hints, namespace=namespace, tenant=tenant)
+        return self.cache.hint_session(session, hints, namespace=namespace, tenant=tenant)
 
     # Files
 
@@ -765,8 +765,7 @@ class Engine:
         self._claim()
         archive = source if isinstance(source, Archive) else read_archive(source, store)
         model = self._fingerprint_of_cache()
-        with self._steps.bookkeeping():
-            return self.cache.load(archive, model=model, vocab_size=self.model.config.vocab_size)
+        return self.cache.load(archive, model=model, vocab_size=self.model.config.vocab_size)
 
     def _archive(
         self,

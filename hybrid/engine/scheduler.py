@@ -10,7 +10,7 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
   says what may follow its answer (`hybrid.engine.forms`); others do meanwhile.
 * A waiting request whose prefix a running one is about to compute waits for it; those after it do not.
 * In deterministic mode the answer of a finished request is replayed as whole chunks, after all prompts of a step.
-* What raises while one request is scheduled fails that request alone.
+* What raises while one request is scheduled is the failure of that request (`Scheduler.at_hand`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hybrid.cache.explain import LEFT_OUT, Explanation
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request
-from hybrid.engine.step import BrokenOffError, Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.engine.waiting import WaitingQueue
-from hybrid.errors import REFUSALS, MemoryBudgetError
+from hybrid.errors import MemoryBudgetError
 from hybrid.hints import NO_HINTS
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 
@@ -145,28 +145,18 @@ class RestoringRequests:
             request.ahead.drop()
             request.ahead = None
 
-    def proceed(self, only_one: bool, failed: Callable[[Request, Exception], None]) -> list[Request]:
-        """Give requests what was read for them meanwhile. Returns those that can compute now.
+    @property
+    def running(self) -> list[Request]:
+        """Those that have their memory."""
+        return list(self._running)
 
-        Args:
-            only_one: others compute, and are delayed by it.
-            failed: called for a request for which that raises.
-        """
-        self.read_ahead()
-        ready: list[Request] = []
-        for request in list(self._running):
-            assert request.lease is not None
-            try:
-                if not self._cache.proceed(request.lease):
-                    continue
-            except Exception as error:
-                failed(request, error)
-                continue
-            del self._running[request]
-            ready.append(request)
-            if only_one:
-                break
-        return ready
+    def proceed(self, request: Request) -> bool:
+        """Give a request what was read for it meanwhile. Returns whether it can compute now."""
+        assert request.lease is not None
+        if not self._cache.proceed(request.lease):
+            return False
+        del self._running[request]
+        return True
 
     def wait(self, seconds: float) -> None:
         """Wait until all is read for the first request that needs it, up to `seconds`."""
@@ -206,6 +196,8 @@ class Scheduler:
         restoring: of those, the ones that compute nothing until copies are read for them.
         drafting: as given.
         num_retractions: since the engine was made.
+        at_hand: the request that is being scheduled, or whose results are taken: what is raised then is its failure.
+        completed: requests of which it is known now that their forms end their answers, to be taken by who ends them.
     """
 
     def __init__(
@@ -220,8 +212,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._grid = cache.config.grid
         self._leaders = Leaders(cache)
-        self._failures: list[tuple[Request, Exception]] = []
-        self._completed: list[Request] = []
+        self.at_hand: Request | None = None
+        self.completed: list[Request] = []
         self._expected: Set[Request] = frozenset()
         self.restoring: RestoringRequests = RestoringRequests(cache)
         self.num_retractions: int = 0
@@ -261,41 +253,40 @@ class Scheduler:
         Args:
             only: compute no other requests; None: all.
             expected: requests whose next token is chosen by a pass under way.
-
-        Raises:
-            BrokenOffError: an exception came that refuses nothing: what is changed may be half changed.
         """
         self._expected = expected
         if self.cache.restores is not None:
-            for request in self.restoring.proceed(len(self.running) > len(self.restoring), self._fail):
-                self._resume(request)
+            self._proceed()
         decodes = self._decode_parts(only)
+        self.at_hand = None
         num_rows = len(decodes)
         if self.drafting is not None:
             for part, error in self.drafting.add(decodes):
-                self._fail(part.request, error)
-            decodes = [part for part in decodes if part.is_alive]
+                self.at_hand = part.request
+                raise error
             num_rows = len(decodes) + sum([part.num_drafts for part in decodes])
         budget = self.config.max_num_batched_tokens - num_rows
         if self.waiting:
             self._admit(budget, only)
-        if len(decodes) < len(self.running):
-            return Step(self._prefill_parts(budget, only) + decodes)
-        return Step(decodes)
+        parts = self._prefill_parts(budget, only) + decodes if len(decodes) < len(self.running) else decodes
+        self.at_hand = None
+        return Step(parts)
 
-    def advance(self, step: Step) -> list[Part]:
-        """The pass of a step was launched: count its tokens as computed. Returns the parts that are alive."""
-        alive = step.alive()
+    def advance(self, step: Step) -> None:
+        """Record that the pass of a step was launched: count its tokens as computed. Parts whose requests did not keep
+        their memory are dropped."""
         served: dict[str, int] = {}
-        for part in alive:
+        for part in step.parts:
             request = part.request
+            if not part.is_alive:
+                part.is_dropped = True
+                continue
             if part.swaps:
                 self.cache.swap(part.lease)
             self.cache.advance(part.lease, part.end)
             served[request.tenant] = served.get(request.tenant, 0) + (not part.is_prefill)
         for tenant, num_tokens in served.items():
             self.waiting.serve(tenant, num_tokens)
-        return alive
 
     def retreat(self, part: Part) -> None:
         """A part was launched that wrote nothing: its last token was not known to the device. It is computed again."""
@@ -327,11 +318,9 @@ class Scheduler:
         num_tokens = max(lease.num_hit_tokens, lease.num_shared * self.cache.config.page_size)
         if request.is_cold or not num_tokens:
             return False
-        if request.lease is not None:
-            self.discard(request)
-            if not request.is_replay:
-                self._wait_again(request)
         request.is_cold = True
+        if request.lease is not None:
+            self.retract(request)
         self.cache.drop(lease.key, num_tokens)
         log.warning(
             "%s read %d cached tokens and got NaN or infinity: they are dropped, and it is computed without them",
@@ -365,43 +354,35 @@ class Scheduler:
             if self.waiting.num_replays > MAX_REPLAYS:
                 self.discard(self.waiting.oldest_replay)
 
-    def roll_back(self, *steps: Step) -> None:
-        """These steps failed or were interrupted: their requests start again from what was committed."""
-        for step in steps:
-            for part in reversed(step.parts):
-                if part.is_alive:
-                    self._retract(part.request)
+    def retract(self, request: Request) -> None:
+        """Take a running request off its memory, to be resumed first. A replay is given up."""
+        if not request.is_replay:
+            self.num_retractions += 1
+            request.num_confirmed = 0
+            self.waiting.return_first(request)
+        self._give_back(request)
 
     def retract_all(self) -> None:
-        """Scheduling was broken off: all requests start again from what was committed."""
+        """Retract all that run."""
         for request in self.running[::-1]:
-            self._retract(request)
-
-    def start_again(self, requests: Iterable[Request]) -> None:
-        """The cache has forgotten what leases held: of these requests, those that have not ended start again."""
-        waiting = {*self.waiting.in_turn(set())}
-        for request in {*self.running, *requests}:
-            request.lease = None  # it has ended
-        for replay in [request for request in self.running if request.is_replay]:
-            self.discard(replay)
-        for request in sorted(requests, key=lambda request: request.arrived, reverse=True):
-            if request.finish_reason is None and request not in waiting and not request.is_fork:
-                self.discard(request)
-                self._wait_again(request)
+            self.retract(request)
 
     def discard(self, request: Request) -> None:
         """Forget a request, whether it waits, runs, or failed in between; its memory comes back."""
         self.waiting.remove(request)
+        self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
         if request in self.running:
             self.running.remove(request)
         self.restoring.forget(request)
-        lease, request.lease = request.lease, None
         if request.is_replay:
             request.finish_reason = "length"  # it is not resumed
-        if lease is not None:
-            self.cache.close(lease)
         if self.drafting is not None:
             self.drafting.end(request)
+        lease, request.lease = request.lease, None
+        if lease is not None:
+            self.cache.close(lease)
 
     def _keep_breakpoints(self, request: Request, num_tokens: int) -> None:
         """Pin the breakpoints of a prompt that are among its first `num_tokens` tokens, which are cached."""
@@ -429,16 +410,6 @@ class Scheduler:
         except MemoryBudgetError as error:
             warnings.warn(f"{request.request_id} is not pinned: {error}", stacklevel=2)
 
-    def take_failures(self) -> list[tuple[Request, Exception]]:
-        """Remove and return the requests that failed while they were scheduled, with the exceptions."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    def take_completed(self) -> list[Request]:
-        """Remove and return the requests of which it is known now that their forms end their answers."""
-        completed, self._completed = self._completed, []
-        return completed
-
     def wait(self, seconds: float) -> bool:
         """Nothing can be computed now: wait for what a request needs, up to `seconds`. False: none needs anything."""
         if self.restoring:
@@ -451,11 +422,16 @@ class Scheduler:
 
     # The part of one request
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        self._failures.append((request, error))
-        if not isinstance(error, REFUSALS):
-            raise BrokenOffError from error
-        self.discard(request)
+    def _proceed(self) -> None:
+        """Resume requests for which all was read that they need; where others compute, one at most."""
+        only_one = len(self.running) > len(self.restoring)
+        self.restoring.read_ahead()
+        for request in self.restoring.running:
+            self.at_hand = request
+            if self.restoring.proceed(request):
+                self._resume(request)
+                if only_one:
+                    return
 
     def _decode_parts(self, only: Set[Request] | None) -> list[Part]:
         """A token of every request whose prompt has been computed."""
@@ -466,13 +442,10 @@ class Scheduler:
             if request.is_held(request in self._expected):
                 continue
             if request.is_complete or request.is_full:
-                self._completed.append(request)
+                self.completed.append(request)
                 continue
-            try:
-                part = self._decode_part(request)
-            except Exception as error:
-                self._fail(request, error)
-                continue
+            self.at_hand = request
+            part = self._decode_part(request)
             if part is not None:
                 parts.append(part)
         return parts if self.num_retractions == before else [part for part in parts if part.is_alive]
@@ -486,7 +459,7 @@ class Scheduler:
             return None
         while start >= len(lease.block_table) * page_size and not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
-            self._retract(victim)
+            self.retract(victim)
             victim.was_retracted = True
             if victim is request:
                 return None
@@ -517,11 +490,8 @@ class Scheduler:
     def _share_out(self, requests: list[Request], budget: int, parts: list[Part]) -> int:
         """Add parts of up to `budget` tokens in all; returns what is left of it."""
         for request in requests:
-            try:
-                part = self._prefill_part(request, budget)
-            except Exception as error:
-                self._fail(request, error)
-                continue
+            self.at_hand = request
+            part = self._prefill_part(request, budget)
             if part is not None:
                 parts.append(part)
                 budget -= part.end - part.start
@@ -568,14 +538,11 @@ class Scheduler:
                 return
             if only is not None and request not in only:
                 continue
+            self.at_hand = request
             if not request.is_cold and self._leaders.hold(request, self.cacheable(request), self.running):
                 continue
-            try:
-                if not self._start_at_any_cost(request):
-                    return
-            except Exception as error:
-                self._fail(request, error)
-                continue
+            if not self._start_at_any_cost(request):
+                return
             if request in self.restoring:
                 continue
             counts[request.tenant] += 1
@@ -649,13 +616,14 @@ class Scheduler:
     def fork(self, request: Request, fork: Request) -> None:
         """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of
         its state, or if there is no memory for that, as a request that was retracted."""
-        fork.is_fork, fork.explanation, fork.is_cold = False, request.explanation, request.is_cold
-        lease = None
-        if request.lease is not None and len(self.running) < self.config.max_num_seqs:
-            lease = self.cache.fork(request.lease)
-        if lease is None:
-            self.waiting.return_first(fork)
+        fork.explanation, fork.is_cold = request.explanation, request.is_cold
+        self.waiting.return_first(fork)
+        if request.lease is None or len(self.running) >= self.config.max_num_seqs:
             return
+        lease = self.cache.fork(request.lease)
+        if lease is None:
+            return
+        self.waiting.remove(fork)
         fork.lease, fork.started_at = lease, request.started_at
         fork.prefill_end = lease.front_tokens
         fork.num_confirmed = request.num_confirmed
@@ -679,7 +647,7 @@ class Scheduler:
     def _drop_replays(self) -> bool:
         replays = [request for request in self.running if request.is_replay]
         for request in replays:
-            self._retract(request)
+            self.retract(request)
         return bool(replays)
 
     def _empty_cache(self) -> bool:
@@ -688,16 +656,3 @@ class Scheduler:
         self.cache.allocator.evict(self.cache.tree.evict_all)  # copies in tiers stay
         emptied = self.cache.tree.num_pages < num_pages or self.cache.tree.num_checkpoints < num_checkpoints
         return emptied or self.cache.expire_next_pin()
-
-    def _retract(self, request: Request) -> None:
-        """Take a running request off its memory, to be resumed first. A replay is given up."""
-        assert request.lease is not None
-        self.discard(request)
-        if not request.is_replay:
-            self.num_retractions += 1
-            self._wait_again(request)
-
-    def _wait_again(self, request: Request) -> None:
-        """A request that has run, and has no memory any more, is resumed first."""
-        request.num_confirmed = 0
-        self.waiting.return_first(request)

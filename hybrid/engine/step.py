@@ -12,10 +12,6 @@ from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
 
 
-class BrokenOffError(Exception):
-    """Scheduling has ended: an exception, its cause, broke it off, and others would follow from it."""
-
-
 @dataclass(slots=True)
 class Part:
     """A request's part in a step: tokens `[start, end)`, and a chain of drafts after them.
@@ -30,6 +26,7 @@ class Part:
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
             back. None: there is none.
         num_pages: pages that the lease needs without the drafts.
+        is_dropped: its result is not taken.
     """
 
     request: Request
@@ -43,6 +40,7 @@ class Part:
     drafts: Drafts | None = None
     boundary: int | None = None
     num_pages: int = 0
+    is_dropped: bool = False
 
     def boundary_before(self, end: int) -> int | None:
         """Return the boundary, if it is before this position."""
@@ -110,10 +108,6 @@ class Step:
             if part.drafts is not None or not part.request.is_plain:
                 return False
         return True
-
-    def alive(self) -> list[Part]:
-        """Return the parts whose requests did not end, and were not retracted, since the step was scheduled."""
-        return [part for part in self.parts if part.is_alive]
 
 
 class SampledRows(NamedTuple):

@@ -36,7 +36,7 @@ from hybrid.hf.layers import PageMemory, fill, stack_left_padded, states_of, tok
 from hybrid.hf.options import Prompts
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import CommitPoint, Past, PastOrigin, finite_logits
-from hybrid.interrupts import Section, deferred
+from hybrid.interrupts import deferred, handlers_allowed
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -323,17 +323,17 @@ class Prefiller:
     def _prefill_committed(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit everything up to the limit. Returns the position reached, and why
         the hit was as long as it was."""
-        with deferred() as section:  # no handler raises between opening the lease and closing it but in a pass
+        with deferred():  # no handler raises between opening the lease and closing it but in a pass
             with (cache := self._cache).bookkeeping():
                 lease = cache.open_whole(work.key) if work.is_replay else cache.open(work.key, work.limit, 0)
             if lease is None:
                 return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
             try:
-                return self._compute_leased(past, work, lease, section), lease.explanation
+                return self._compute_leased(past, work, lease), lease.explanation
             finally:
                 self._close(lease)
 
-    def _compute_leased(self, past: DynamicCache, work: Prefill, lease: Lease, section: Section) -> int:
+    def _compute_leased(self, past: DynamicCache, work: Prefill, lease: Lease) -> int:
         """Restore the hit of a lease, and compute and commit what follows. Handlers run while the model computes."""
         cache, key, page_size = self._cache, work.key, self._cache.config.page_size
         with cache.bookkeeping():
@@ -348,7 +348,7 @@ class Prefiller:
             keep_end, is_kept = self._end_of_own(key, last), True
         for end in self._cuts(key, position, last, wanted):
             start, position = position, end
-            with section.paused():
+            with handlers_allowed():
                 self._forward(work, position, past, start)
             is_kept = is_kept and position <= keep_end
             if not is_kept:

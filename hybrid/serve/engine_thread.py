@@ -27,8 +27,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import Accepted, RequestOutput
 from hybrid.engine.request import Request
+from hybrid.engine.requests import queue_full, tenant_full
 from hybrid.engine.stats import EngineStats
-from hybrid.engine.step_loop import queue_full, tenant_full
 from hybrid.errors import AuditError, ClosedError, EncodingLimitError, RequestError
 from hybrid.serve.encoding import EncodingPool, PendingPrompt
 from hybrid.serve.inbox import Inbox, LoopNotifier

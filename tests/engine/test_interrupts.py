@@ -3,7 +3,6 @@ whole wherever they come."""
 
 import random
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid import ClosedError, Engine, OwnershipError, RequestOutput, interrupts
-from hybrid.interrupts import deferred, deferred_interrupts
+from hybrid.interrupts import deferred, handlers_allowed
 from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.threads import in_a_thread
 
@@ -86,15 +85,15 @@ def within_a_section(number: int, done: list[str]) -> None:
 
 
 def before_a_pause(number: int, done: list[str]) -> None:
-    with deferred() as section:
+    with deferred():
         signal.raise_signal(number)
         done.append("closed")
-        with section.paused():
+        with handlers_allowed():
             done.append("paused")
 
 
 def twice_in_a_pause(number: int, done: list[str]) -> None:
-    with deferred() as section, section.paused():
+    with deferred(), handlers_allowed():
         try:
             signal.raise_signal(number)
         finally:
@@ -149,16 +148,6 @@ def test_a_signal_that_is_handled_in_c_stays_so() -> None:
     with handler(signal.SIGUSR1, signal.SIG_IGN), deferred():
         signal.raise_signal(signal.SIGUSR1)
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-
-
-def test_the_former_contexts_do_nothing_andwarn_once() -> None:
-    interrupts.warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with deferred_interrupts() as section, section.opened():
-                assert not section.was_interrupted
-    assert [(each.category, each.filename) for each in caught] == [(DeprecationWarning, __file__)]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from hybrid import Drafter, Engine, History, SamplingParams, SpeculationConfig
 from hybrid.engine import sampler
+from hybrid.engine.base_loop import ScheduledPass
+from hybrid.engine.loops import drop_late
 from hybrid.engine.request import Request
 from hybrid.engine.results import ForwardPass
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
-from hybrid.engine.step_loop import ScheduledPass
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import HostCopy
 from hybrid.prompts.encode import EncodedPrompt
@@ -156,10 +157,11 @@ def test_a_request_that_was_retracted_before_its_token_was_known_keeps_its_part(
         Part(requests[1], Mock(), 25, 26, False, num_unknown=1),
         Part(requests[2], Mock(), 25, 26, False, num_unknown=1),
     ]
-    launched, scheduler = ScheduledPass(Step(parts), list(parts), Mock(), 0.0), Mock()
-    launched.drop_late({requests[0], requests[1]}, scheduler)
+    ahead, now, scheduler = ScheduledPass(Step(parts), Mock(), 0.0), ScheduledPass(Step(parts), Mock(), 0.0), Mock()
+    late = [Mock(is_late=number < 2) for number in range(3)]
+    drop_late(ahead, now, late, scheduler)
     assert [call.args[0].request.request_id for call in scheduler.retreat.mock_calls] == ["late"]
-    assert [part.request.request_id for part in launched.parts] == ["retracted", "known"]
+    assert [part.request.request_id for part in parts if not part.is_dropped] == ["retracted", "known"]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

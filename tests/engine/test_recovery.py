@@ -186,7 +186,7 @@ def test_a_request_that_cannot_be_queued_leaves_nothing_behind(tiny: Engine) -> 
         line += 1
         engine = engine_on(tiny, pages=40, states=10)
         engine.add_request(PROMPTS[0], greedy(2), namespace="a")
-        planted = Planted(line, "engine/step_loop.py", "engine/scheduler.py", "engine/waiting.py")
+        planted = Planted(line, "engine/requests.py", "engine/scheduler.py", "engine/waiting.py")
         with suppress(PlantedError), planted.traced():
             engine.add_request(PROMPTS[1], greedy(2), namespace="b", request_id="mine")
         if engine.stats().waiting == 1:
