@@ -180,7 +180,7 @@ class HybridCache:
         tiers: copies in host memory and on disk; None: `config` asks for none.
         restores: brings back what they have; None: there are none.
         on_clear: what keeps tokens of requests that have ended: cleared with the cache, while others refer to it.
-        on_reset: what holds leases: told when these have ended, because the cache was reset.
+        on_reset: what holds leases, and starts again when the cache was reset.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
