@@ -114,12 +114,12 @@ class Adapted:
 class Arriving(Protocol):
     """Pages and states of which some are on their way to the device."""
 
-    def wait(self, layer: int) -> None:
+    def wait_for_layer(self, layer: int) -> None:
         """Have what the device is given from now on wait for what this layer keeps of them. The model
         calls it before each of its layers, in their order."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Have it wait for all of them. The model calls it after its last layer."""
         ...
 

@@ -306,11 +306,11 @@ class CausalLM(EngineModel, ABC):
         layer: Any
         for index, layer in enumerate(self.model.layers):
             if arriving is not None:
-                arriving.wait(index)
+                arriving.wait_for_layer(index)
             x, residual = layer(x, residual, context)
         assert residual is not None
         if arriving is not None:
-            arriving.settle()
+            arriving.wait_for_all()
         rows = batch.sample_rows
         # of decoded tokens, in their order, all logits are computed; padding comes after them
         takes_all = batch.prefills is None and len(rows) == len(x)

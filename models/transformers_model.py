@@ -620,7 +620,7 @@ class TransformersModel(EngineModel):
     def forward(self, batch: Batch, kv: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Run a step, as `hybrid.models.causal_lm.CausalLM.forward`."""
         if batch.arriving is not None:
-            batch.arriving.settle()
+            batch.arriving.wait_for_all()
         cache = empty_cache(self.inner)
         with _running(Pass(self.layout, cache, batch, kv, state, self.chunk_size)):
             return compute(self.inner, cache, batch.token_ids, batch.positions, batch.sample_rows)

@@ -214,7 +214,7 @@ def restore(bench: Bench) -> Iterator[Line]:
             if side != "device":
                 bench.device.synchronize()
                 taken["leaving"].append(timed(partial(cache.allocator.evict, cache.tree.evict_all)))
-            settles = patch.object(arrivals, "wait", lambda layer, settle=arrivals.settle: settle())
+            settles = patch.object(arrivals, "wait_for_layer", lambda layer, wait=arrivals.wait_for_all: wait())
             with settles if side == "all" else nullcontext():
                 taken[side] += seconds_of([first_token(engine, document + ids(s.question))])[run < 2 :]
         restored = cache.stats().restored_tokens // s.document

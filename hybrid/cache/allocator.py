@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from hybrid.cache.held import HeldSlots
 from hybrid.cache.lease import Lease
 from hybrid.cache.stats import CacheStats
 from hybrid.memory.arena import Arena, ArenaPool
@@ -67,7 +66,7 @@ class Allocator:
         """Allocate a state slot of a request."""
         slot = self._allocate_slot(self._states)
         if slot is not None and self._elastic is not None:
-            self._elastic.held_states.add(slot)
+            self._elastic.unevictable_states.add(slot)
         return slot
 
     def allocate_checkpoint(self) -> int | None:
@@ -81,7 +80,7 @@ class Allocator:
     def free_checkpoint(self, place: int) -> None:
         """Free the place of a checkpoint that the tree does not own."""
         if self._memory.stores_smaller:
-            self._uploads.before(checkpoints=[place])
+            self._uploads.wait_if_pending(checkpoints=[place])
             self._checkpoints.free([place])
         else:
             self.free_states([place])
@@ -110,7 +109,7 @@ class Allocator:
         lease.block_table.extend(pages)
 
     def swap_pages(self, lease: Lease, first: int, second: int) -> None:
-        """Two private pages of a request change places in its block table."""
+        """Have two private pages of a request change places in its block table."""
         table = lease.block_table
         table[first], table[second] = table[second], table[first]
         if self._elastic is not None:
@@ -119,7 +118,7 @@ class Allocator:
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages of a request."""
-        self._uploads.before(pages=pages)
+        self._uploads.wait_if_pending(pages=pages)
         self._pages.free(pages)
         if self._elastic is not None:
             self._elastic.compactor.forget_pages(pages)
@@ -127,13 +126,13 @@ class Allocator:
     def free_states(self, slots: Sequence[int]) -> None:
         """Free state slots of a request."""
         if not self._memory.stores_smaller:
-            self._uploads.before(checkpoints=slots)
+            self._uploads.wait_if_pending(checkpoints=slots)
         self._states.free(slots)
         if self._elastic is not None:
-            self._elastic.held_states.remove(slots)
+            self._elastic.unevictable_states.remove(slots)
 
     def num_private(self) -> tuple[int, int]:
-        """Number of pages, and of state slots, that belong to requests: from counts alone, for any thread."""
+        """Count the pages, and the state slots, that belong to requests: from counts alone, for any thread."""
         if self._memory.arena is None:
             pages = self._pages.capacity - self._pages.num_free - self._tree.num_pages
             states = self._states.capacity - self._states.num_free - self._tree.num_checkpoints
@@ -161,30 +160,30 @@ class Allocator:
         return released
 
     def share(self, lease: Lease) -> None:
-        """The tree owns pages of a lease from now on."""
+        """Record that the tree owns pages of a lease from now on."""
         if self._elastic is not None:
             self._elastic.compactor.note_sharer(lease)
 
     def unshare(self, lease: Lease) -> None:
-        """A lease that may share pages of the tree is about to be closed."""
+        """Record that a lease that may share pages of the tree is about to be closed."""
         if self._elastic is not None:
             self._elastic.compactor.forget_sharer(lease)
 
     def hand_over_pages(self, pages: Sequence[int], node: Node) -> None:
-        """These pages were a request's, and a node was inserted with them."""
+        """Record that pages moved from a lease to `node`, which was inserted with them."""
         if self._digests is not None:
             self._digests.note_pages(pages)
         if self._elastic is not None:
             self._elastic.compactor.note_pages(pages, node)
 
     def hand_over_checkpoint(self, slot: int, node: Node) -> None:
-        """The node owns this checkpoint now."""
+        """Record that a checkpoint moved from a lease to `node`."""
         if self._digests is not None:
             self._digests.note_checkpoint(slot)
         if self._elastic is not None:
             self._elastic.compactor.note_checkpoint(slot, node)
             if not self._memory.stores_smaller:
-                self._elastic.held_states.remove([slot])
+                self._elastic.unevictable_states.remove([slot])
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
@@ -209,15 +208,15 @@ class Allocator:
         if self._elastic is not None and isinstance(lock, StateLock):
             assert node is not None and node.slot is not None
             if not node.state_locks:
-                self._elastic.held_checkpoints.remove([node.slot])
+                self._elastic.unevictable_checkpoints.remove([node.slot])
 
     def _hold(self, node: Node) -> None:
         if self._elastic is not None and node.state_locks == 1:
             assert node.slot is not None
-            self._elastic.held_checkpoints.add(node.slot)
+            self._elastic.unevictable_checkpoints.add(node.slot)
 
     def _free(self, released: Released) -> None:
-        self._uploads.before(released.pages, released.slots)
+        self._uploads.wait_if_pending(released.pages, released.slots)
         if self._on_evict is not None:
             self._on_evict(released)
         if self._elastic is not None:
@@ -233,7 +232,7 @@ class Allocator:
     # What evicting could yield
 
     def _max_pages(self) -> int:
-        """Pages that could be allocated if everything that is not locked were evicted."""
+        """Count the pages that could be allocated if everything that is not locked were evicted."""
         if self._elastic is not None:
             return self._elastic.max_pages()
         return self._pages.num_free + self._tree.num_pages - self._tree.locks.num_pages
@@ -267,12 +266,57 @@ class Allocator:
                 return
 
 
+class UnevictableSlots:
+    """The state slots that cannot be evicted now, counted per piece of an arena: those of requests, which are never
+    moved, and those of locked checkpoints.
+
+    Args:
+        per_piece: slots in a piece.
+        reserved: the first `reserved` slots can never be evicted.
+
+    Attributes:
+        num_partial: pieces with such a slot in which other slots are free, or can be evicted.
+    """
+
+    def __init__(self, per_piece: int, reserved: int) -> None:
+        self.num_partial: int = 0
+        self._per_piece = per_piece
+        self._counts: dict[int, int] = {}
+        for slot in range(reserved):
+            self.add(slot)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces with such a slot."""
+        return len(self._counts)
+
+    def are_in(self, piece: int) -> bool:
+        """Tell whether a piece has such a slot."""
+        return piece in self._counts
+
+    def add(self, slot: int) -> None:
+        """Record that a slot cannot be evicted from now on."""
+        piece = slot // self._per_piece
+        count = self._counts.get(piece, 0) + 1
+        self._counts[piece] = count
+        self.num_partial += (count < self._per_piece) - (1 < count <= self._per_piece)
+
+    def remove(self, slots: Iterable[int]) -> None:
+        """Record that slots can be evicted, or are free."""
+        for slot in slots:
+            piece = slot // self._per_piece
+            count = self._counts.pop(piece) - 1
+            if count:
+                self._counts[piece] = count
+            self.num_partial += (0 < count < self._per_piece) - (count + 1 < self._per_piece)
+
+
 class _Elastic:
     """The units that an elastic memory could yield: pieces by what keeps them.
 
     Attributes:
-        held_states: state slots that cannot be evicted.
-        held_checkpoints: locked checkpoints; where those are state slots, the same object.
+        unevictable_states: state slots that cannot be evicted.
+        unevictable_checkpoints: locked checkpoints; where those are state slots, the same object.
     """
 
     def __init__(self, tree: Tree, memory: CacheMemory, stats: CacheStats, digests: Digests | None) -> None:
@@ -282,45 +326,48 @@ class _Elastic:
         self.arena: Arena = memory.arena
         self.pages: ArenaPool = memory.pages
         self.states: ArenaPool = memory.states
-        self.held_states = HeldSlots(memory.states.per_piece, memory.states.reserved)
-        self.held_checkpoints = self.held_states
+        self.unevictable_states = UnevictableSlots(memory.states.per_piece, memory.states.reserved)
+        self.unevictable_checkpoints = self.unevictable_states
         if memory.stores_smaller:
-            self.held_checkpoints = HeldSlots(memory.checkpoints.per_piece, 0)
+            self.unevictable_checkpoints = UnevictableSlots(memory.checkpoints.per_piece, 0)
         self.compactor = _Compactor(memory, stats, digests)
         self._tree = tree
 
     def max_pages(self, extra_pieces: int = 0) -> int:
-        """Pages that could be free if everything that is not locked were evicted, next to `extra_pieces` pieces more of
-        states."""
-        num_pieces = self.arena.num_pieces - self._num_held_pieces() - extra_pieces
-        return num_pieces * self.pages.per_piece - self._num_held_pages()
+        """Count the pages that could be free if everything that is not locked were evicted, next to `extra_pieces`
+        pieces more of states."""
+        num_pieces = self.arena.num_pieces - self._num_unevictable_pieces() - extra_pieces
+        return num_pieces * self.pages.per_piece - self._num_unevictable_pages()
 
     def has_slot(self, pool: Pool) -> bool:
-        """Tell whether evicting everything that is not locked yields a slot: in a piece with one that is held, or in a
+        """Tell whether evicting everything that is not locked yields a slot: in a piece with one that stays, or in a
         piece of its own."""
-        held = self.held_states if pool is self.states else self.held_checkpoints
-        if held.num_partial:
+        slots = self.unevictable_states if pool is self.states else self.unevictable_checkpoints
+        if slots.num_partial:
             return True
-        return self._num_held_pieces() + ceil_div(self._num_held_pages(), self.pages.per_piece) < self.arena.num_pieces
+        return (
+            self._num_unevictable_pieces() + ceil_div(self._num_unevictable_pages(), self.pages.per_piece)
+            < self.arena.num_pieces
+        )
 
     def has_request(self, num_pages: int) -> bool:
         """Tell whether evicting everything that is not locked yields a state slot and `num_pages` pages.
 
-        The slot may need a piece of its own, unless the next free one is in a piece that is held anyway.
+        The slot may need a piece of its own, unless the next free one is in a piece that stays anyway.
         """
         if num_pages == 0:
             return self.states.num_free > 0 or self.has_slot(self.states)
         piece = self.states.next_piece
-        extra = 0 if piece is not None and self.held_states.keeps(piece) else 1
+        extra = 0 if piece is not None and self.unevictable_states.are_in(piece) else 1
         return num_pages <= self.max_pages(extra)
 
-    def _num_held_pieces(self) -> int:
-        """Pieces that hold states whatever is evicted."""
-        apart = self.held_checkpoints is not self.held_states
-        return self.held_states.num_pieces + (self.held_checkpoints.num_pieces if apart else 0)
+    def _num_unevictable_pieces(self) -> int:
+        """Count the pieces that hold states whatever is evicted."""
+        apart = self.unevictable_checkpoints is not self.unevictable_states
+        return self.unevictable_states.num_pieces + (self.unevictable_checkpoints.num_pieces if apart else 0)
 
-    def _num_held_pages(self) -> int:
-        """Pages that requests own, and those that locks protect."""
+    def _num_unevictable_pages(self) -> int:
+        """Count the pages that requests own, and those that locks protect."""
         return self.pages.num_used - self._tree.num_pages + self._tree.locks.num_pages
 
 
@@ -347,31 +394,31 @@ class _Compactor:
         self._checkpoints: dict[int, Node] = {}
 
     def note_private(self, lease: Lease, pages: Sequence[int]) -> None:
-        """These pages are about to follow those of a lease."""
+        """Record that pages are about to follow those of a lease."""
         for place, page in enumerate(pages, len(lease.block_table)):
             self._owners[page] = lease
             self._places[page] = place
 
     def note_place(self, page: int, place: int) -> None:
-        """A private page is at another place in the block table of its lease."""
+        """Record that a private page is at another place in the block table of its lease."""
         self._places[page] = place
 
     def note_pages(self, pages: Iterable[int], node: Node) -> None:
-        """A node was inserted with these pages, which were private to a lease."""
+        """Record that a node was inserted with pages that were private to a lease."""
         for page in pages:
             self._owners[page] = node
 
     def forget_pages(self, pages: Iterable[int]) -> None:
-        """These pages are free."""
+        """Record that pages are free."""
         for page in pages:
             self._owners[page] = None
 
     def note_sharer(self, lease: Lease) -> None:
-        """A lease shares pages of the tree from now on."""
+        """Record that a lease shares pages of the tree from now on."""
         self._sharers.setdefault(lease.block_table[0], {})[lease] = None
 
     def forget_sharer(self, lease: Lease) -> None:
-        """A lease that may share pages of the tree is about to be closed."""
+        """Record that a lease that may share pages of the tree is about to be closed."""
         first = lease.block_table[0]
         sharers = self._sharers.get(first, {})
         sharers.pop(lease, None)
@@ -379,11 +426,11 @@ class _Compactor:
             self._sharers.pop(first, None)
 
     def note_checkpoint(self, slot: int, node: Node) -> None:
-        """A node owns the checkpoint in this slot."""
+        """Record that a node owns the checkpoint in a slot."""
         self._checkpoints[slot] = node
 
     def forget_checkpoints(self, slots: Iterable[int]) -> None:
-        """These checkpoints were evicted."""
+        """Record that checkpoints were evicted."""
         for slot in slots:
             self._checkpoints.pop(slot, None)
 

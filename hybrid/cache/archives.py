@@ -201,7 +201,7 @@ class Archives:
 
 
 def _ends(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:
-    """The nodes with the last checkpoints of prompts; None: all that have one."""
+    """Find the nodes with the last checkpoints of prompts; of None, all that have one."""
     if keys is None:
         ends = {node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)}
         if namespace is not None and not ends:
@@ -220,7 +220,7 @@ def _ends(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[
 
 
 def _path(node: Node | None) -> Iterator[Node]:
-    """A node and those above it, without the root."""
+    """Yield a node and those above it, without the root."""
     while node is not None and node.parent is not None:
         yield node
         node = node.parent

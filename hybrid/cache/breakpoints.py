@@ -44,7 +44,7 @@ class Breakpoints:
         return sum(held.pin in self._pins for held in self._held.values())
 
     def num_tokens(self) -> dict[str, int]:
-        """The tokens of all breakpoints of each tenant."""
+        """Count the tokens of all breakpoints of each tenant."""
         sizes: dict[str, int] = {}
         for held in self._held.values():
             sizes[held.tenant] = sizes.get(held.tenant, 0) + held.pin.num_tokens * (held.pin in self._pins)
@@ -75,7 +75,8 @@ class Breakpoints:
             return True
 
     def use(self, key: Key, num_tokens: int) -> None:
-        """A request resumes after the first `num_tokens` tokens of a key: if they are pinned, they stay for longer."""
+        """Record that a request resumes after the first `num_tokens` tokens of a key: if they are pinned, they stay for
+        longer."""
         if self._held and (node := self._node(key, num_tokens)) is not None:
             self._use(node, 0.0)
 

@@ -42,7 +42,7 @@ from hybrid.cache.opener import Opener
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.placement import of_prompt, spare
 from hybrid.cache.restorer import Restorer
-from hybrid.cache.restores import Restores, waited_for
+from hybrid.cache.restores import Restores, wait_until_restored
 from hybrid.cache.session_hints import SessionHints
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
@@ -347,7 +347,7 @@ class HybridCache:
         check_key("open", key)
         if not 0 <= integer("open: limit", limit, -MAX_INT) < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return waited_for(self.begin(key, limit, num_tokens, priority, tenant), self.restores)
+        return wait_until_restored(self.begin(key, limit, num_tokens, priority, tenant), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0, tenant: str | None = None) -> Lease | None:
         """Open for a caller that needs states and no logits: all of the key may be cached.
@@ -358,7 +358,7 @@ class HybridCache:
             tenant: who sends it; None: its namespace.
         """
         check_key("open_whole", key)
-        return waited_for(self.begin(key, len(key), num_tokens, priority, tenant), self.restores)
+        return wait_until_restored(self.begin(key, len(key), num_tokens, priority, tenant), self.restores)
 
     def begin(
         self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None
@@ -378,7 +378,7 @@ class HybridCache:
         return self.restores is None or self.restores.proceed(lease)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """A pass computed `num_tokens` tokens of prompts in `seconds`: what restoring them must beat."""
+        """Record that a pass computed `num_tokens` tokens of prompts in `seconds`, which restoring them must beat."""
         if self.tiers is not None:
             self.tiers.savings.compute.note(num_tokens, seconds)
 
@@ -563,7 +563,8 @@ class HybridCache:
         return lease.back is not None
 
     def swap(self, lease: Lease) -> None:
-        """The pass has read the front and written the back: they change places, and the old state stays in the back.
+        """Record that a pass has read the front and written the back: they change places, and the old state stays in
+        the back.
 
         Raises:
             OwnershipError: there is no back slot, or the pass did not read the front: the first pass reads the matched
@@ -577,7 +578,8 @@ class HybridCache:
         lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
-        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked.
+        """Record that a pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is
+        unlocked.
 
         Raises:
             ArgumentError: `num_tokens` is before the front, or beyond the pages of the lease.
@@ -667,7 +669,8 @@ class HybridCache:
         return on_grid and not lease.captures(num_tokens) and lease.key.whole(num_tokens, 1) == num_tokens
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
-        """A request's turn ends after `num_tokens` tokens, all committed: a checkpoint there becomes a turn's end."""
+        """Record that a request's turn ends after `num_tokens` tokens, all committed: a checkpoint there becomes a
+        turn's end."""
         self._refuse_closed(lease)
         self._committer.end_turn(lease, num_tokens)
 

@@ -133,7 +133,7 @@ class CacheConfig:
         return math.lcm(self.page_size, self.chunk_size)
 
     def memory_bytes(self, free: int, on_gpu: bool = False) -> int:
-        """The budget in bytes.
+        """Compute the budget in bytes.
 
         Args:
             free: bytes that are free on the device.
@@ -200,7 +200,7 @@ PLACES = Rule(f"a tuple of {', '.join(PLACEMENTS)}", lambda value: isinstance(va
 
 
 def settings_of(memory: object, config: CacheConfig | None) -> CacheConfig:
-    """The configuration of a cache over a memory; None: the defaults.
+    """Check the configuration of a cache over a memory; None: the defaults.
 
     Raises:
         ArgumentError: one of them is of another type.

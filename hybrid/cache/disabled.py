@@ -70,7 +70,7 @@ class DisabledCache(HybridCache):
 
 
 def make_cache(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None = None) -> HybridCache:
-    """The cache that a configuration asks for: one that keeps prefixes, or one that is switched off.
+    """Make the cache that a configuration asks for: one that keeps prefixes, or one that is switched off.
 
     Args:
         model: see `HybridCache`.

@@ -54,12 +54,12 @@ def explain_now(tree: Tree, key: Key, limit: int) -> Explanation:
 
 
 def not_started(num_tokens: int) -> Explanation:
-    """The explanation of a prompt that waits."""
+    """Explain a prompt that waits."""
     return Explanation(num_tokens, 0, 0, "not started yet")
 
 
 def cache_off(key: Key) -> Explanation:
-    """The explanation of a cache that keeps nothing."""
+    """Explain a hit of a cache that keeps nothing."""
     return Explanation(len(key), 0, 0, "the cache is disabled")
 
 

@@ -10,7 +10,7 @@ from hybrid.version import __version__
 
 
 def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, deterministic: bool) -> Fingerprint:
-    """The fingerprint of what a cache holds.
+    """Make the fingerprint of what a cache holds.
 
     Args:
         model: the digest of the model, or a name for it.
@@ -32,7 +32,7 @@ def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, determi
 
 
 def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint) -> Fingerprint:
-    """The fingerprint of a caller who names the model, or knows all of it.
+    """Make the fingerprint of a caller who names the model, or knows all of it.
 
     Raises:
         ArgumentError: the name is no text, or the memory has no contents that can be read.

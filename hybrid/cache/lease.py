@@ -101,7 +101,7 @@ class Lease:
         return [lock for lock in (self.page_lock, self.state_lock) if lock is not None]
 
     def private_slots(self) -> list[int]:
-        """The state slots that belong to this lease alone."""
+        """List the state slots that belong to this lease alone."""
         slots = [checkpoint.slot for checkpoint in self.captured]
         if self.front != EMPTY_STATE:
             slots.append(self.front)

@@ -72,20 +72,20 @@ class ReuseTracker:
         spare = " spare" if usage.last_used == 0 else ""
         return f"{usage.kind.value} {'inner' if has_below else 'last'} {min(usage.hits, MAX_HITS)}{spare}"
 
-    def left(self, usage: NodeUsage, group: str) -> None:
+    def count_evicted(self, usage: NodeUsage, group: str) -> None:
         """Watch a checkpoint that leaves the device."""
-        self._reuse.left(group)
+        self._reuse.count_evicted(group)
         if id(usage) not in self._watched:
             self._order.append(id(usage))
         self._watched[id(usage)] = usage, group
         while len(self._watched) > MAX_WATCHED:
             self._watched.pop(self._order.popleft(), None)
 
-    def wanted(self, usage: NodeUsage) -> None:
+    def count_requested(self, usage: NodeUsage) -> None:
         """Count a checkpoint from which a request would resume, and which is not on the device."""
         watched = self._watched.pop(id(usage), None)
         if watched is not None:
-            self._reuse.wanted(watched[1])
+            self._reuse.count_requested(watched[1])
 
 
 class Offloader:
@@ -153,7 +153,7 @@ class Offloader:
             if self._wants_ids:
                 path = _path(node)
                 note = replace(note, namespace=path.namespace, ids=path.ids)
-            self.reuse.left(usage, group)
+            self.reuse.count_evicted(usage, group)
             self._offer(
                 EvictedUnit(
                     name=(CHECKPOINT, name_at(node, node.end)),
@@ -180,7 +180,8 @@ class Offloader:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """An exception that is not of the device may have come between any two lines of a tier's bookkeeping."""
+        """Count a copy that raised. An exception that is not of the device may have come between any two lines of a
+        tier's bookkeeping."""
         self._stats.tier_failures += 1
         if not isinstance(error, UnreadableError):
             clear_inconsistent(self._tiers)
@@ -272,12 +273,12 @@ def _read(fetch: Callable[[int], Contents], unit: int) -> Contents:
 
 
 def _upward(names: Sequence[bytes], end: int) -> Iterator[bytes]:
-    """The first `end` names, the last first."""
+    """Yield the first `end` names, the last first."""
     return reversed(names[:end])
 
 
 def _path(node: Node) -> Key:
-    """The key of all tokens from the root to a node's end."""
+    """Make the key of all tokens from the root to a node's end."""
     edges, above = [], node
     while above.parent is not None:
         edges.append(above.edge)

@@ -139,7 +139,7 @@ class Opener:
         lease.front, lease.back = EMPTY_STATE, None
 
     def _lease(self, key: Key, found: Match) -> Lease:
-        """A lease of what was found, before anything is locked or allocated."""
+        """Make a lease of what was found, before anything is locked or allocated."""
         return Lease(
             key=key,
             num_known=len(key),

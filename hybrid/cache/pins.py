@@ -162,7 +162,8 @@ class Pins:
         return self._locks
 
     def _pinned_share(self) -> float:
-        """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""
+        """Compute the part of the memory that pins protect: of the scarcer kind where pages and states do not share
+        it."""
         memory, locks = self._memory, self._tree.locks
         pages = locks.num_pinned_pages / memory.pages.capacity
         checkpoints = locks.num_pinned_checkpoints / memory.checkpoints.capacity

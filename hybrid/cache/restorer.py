@@ -82,7 +82,7 @@ class Restorer:
             if lease.front_tokens == boundary.num_tokens:
                 return RestoreOutcome.PRESENT, 0
             outcome = self.fill(lease, boundary)
-            self.arrivals.settle()
+            self.arrivals.wait_for_all()
             return outcome, missing if outcome is RestoreOutcome.RESTORED else 0
         finally:
             self._opener.close(lease)

@@ -117,7 +117,7 @@ class Restores:
         """
         lost = [end for end in lease.lost if lease.num_hit_tokens < end <= limit]
         if lost:
-            self._tiers.offloader.reuse.wanted(lease.lost[max(lost)])
+            self._tiers.offloader.reuse.count_requested(lease.lost[max(lost)])
         if all(tier.is_empty for tier in self._tiers.places):
             return
         try:
@@ -190,7 +190,7 @@ class Restores:
             raise UnavailableError("computing is faster than waiting until the disk has read for other requests")
 
     def _finish(self, lease: Lease, restoring: Restoring, restored: Restored | None) -> None:
-        """The restore of a lease ends.
+        """End the restore of a lease.
 
         Args:
             restored: what came back; None: there was nothing.
@@ -239,7 +239,7 @@ class Restores:
         return names_of(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
 
     def _why_missing(self, names: list[bytes], hit: int, limit: int) -> str:
-        """Why a checkpoint beyond a hit is not there, of the deepest of which that is known; empty: of none."""
+        """Say why a checkpoint beyond a hit is not there, of the deepest of which that is known; empty if of none."""
         disk = self._tiers.disk
         if disk is None:
             return ""
@@ -251,7 +251,7 @@ class Restores:
         return ""
 
     def _candidates(self, key: Key, names: list[bytes], first: int, hit: int, limit: int) -> Iterator[Candidate]:
-        """The checkpoints in the tiers that a prompt could use, deepest first.
+        """Yield the checkpoints in the tiers that a prompt could use, deepest first.
 
         Args:
             first: pages of the prompt that the device has.
@@ -279,7 +279,7 @@ class Restores:
             yield Candidate(end, checkpoint, found, sum(num_bytes.values()), seconds, place.note(checkpoint))
 
     def _place(self, name: Name) -> Tier | None:
-        """The first tier that has a copy."""
+        """Find the first tier that has a copy."""
         return next((tier for tier in self._tiers.places if name in tier), None)
 
     def _boundary(
@@ -320,17 +320,17 @@ class Restores:
             for name in names:
                 tier.used(name)
                 if name[0] == CHECKPOINT:
-                    self._tiers.is_back(name)
+                    self._tiers.note_restored(name)
         self._stats.restored_checkpoints += 1
         self._stats.restored_bytes += candidate.num_bytes
         return read + written
 
 
-def waited_for(lease: Lease | None, restores: Restores | None) -> Lease | None:
-    """A lease that was begun, once nothing is read for it any more. What was restored may be used at once: the device's
-    next work waits for it."""
+def wait_until_restored(lease: Lease | None, restores: Restores | None) -> Lease | None:
+    """Wait until nothing is read for a lease any more. What was restored may be used at once: the device's next work
+    waits for it."""
     if lease is not None and restores is not None:
         if lease.restoring is not None:
             restores.wait(lease)
-        restores.arrivals.settle()
+        restores.arrivals.wait_for_all()
     return lease

@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
         return " and ".join(tier.label for tier in self.names)
 
     def refusal(self, why: str) -> str:
-        """Why it is not restored, as a sentence."""
+        """Say why it is not restored, as a sentence."""
         where = " and ".join(tier.where for tier in self.names)
         return f"the checkpoint at {self.num_tokens} {where} is not restored: {why}"
 
@@ -80,7 +80,7 @@ class Restoring:
             reading.wait(max(0.0, end - time.monotonic()))
 
     def take(self) -> dict[Name, Contents]:
-        """The contents of all copies.
+        """Take the contents of all copies.
 
         Raises:
             UnavailableError: they cannot be had, or not in time.

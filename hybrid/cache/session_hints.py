@@ -34,7 +34,7 @@ class SessionHints:
         self.num_refused: int = 0
 
     def ended(self, key: Key, hints: Hints, session: str | None, tenant: str | None) -> None:
-        """A request has left a key, and what it knows of that."""
+        """Record what a request has left, and knows of it."""
         tenant = key.namespace if tenant is None else tenant
         name = (tenant, key.namespace, session) if session is not None else None
         if name is not None and (hints.release or hints.end_session):
@@ -57,7 +57,7 @@ class SessionHints:
                     self._pinned.popitem(last=False)
 
     def of_session(self, session: str, hints: Hints, namespace: str, tenant: str | None) -> bool:
-        """A session continues when it is said, or has ended. Returns whether it is known."""
+        """Record when a session continues, or that it has ended. Returns whether it is known."""
         tenant = namespace if tenant is None else tenant
         name = tenant, namespace, session
         if hints.end_session or hints.release:

@@ -55,7 +55,7 @@ def _tier(tier: Tier) -> TierView:
 
 
 def _ids(node: Node) -> tuple[int, ...]:
-    """The first ids of an edge that differ from those of its siblings: they share less than a page."""
+    """List the first ids of an edge that differ from those of its siblings: they share less than a page."""
     assert node.parent is not None
     pages = node.parent.children  # by the first page of each edge
     first, last = min(pages), max(pages)  # what these two share all of them share

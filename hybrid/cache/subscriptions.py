@@ -87,24 +87,25 @@ class Subscriptions:
     # What the tree does
 
     def inserted(self, node: Node, num_existing: int, adopted: bool) -> None:
-        """A node has got the pages after the first `num_existing` tokens, and, if `adopted`, a checkpoint."""
+        """Record that a node has got the pages after the first `num_existing` tokens, and, if `adopted`, a
+        checkpoint."""
         if num_existing < node.end:
             self._add(self._pages(node, num_existing))
         if adopted:
             self._add(self._checkpoint(node))
 
     def checkpoint(self, node: Node) -> None:
-        """The checkpoint of a node is about to be evicted."""
+        """Record that the checkpoint of a node is about to be evicted."""
         self._add(Change(False, CHECKPOINT, name_at(node, node.end), node.end))
 
     def pages(self, node: Node, num_kept: int) -> None:
-        """The pages of a node after the first `num_kept` are about to be evicted."""
+        """Record that the pages of a node after the first `num_kept` are about to be evicted."""
         run = node.run
         first = (node.start - run.start) // run.page_size + num_kept
         self._add(Change(False, PAGES, bytes(_names(node)[first * NAME_BYTES :]), node.end))
 
     def copy(self, tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
-        """A copy of a checkpoint has come to a tier, or goes."""
+        """Record that a copy of a checkpoint has come to a tier, or goes."""
         self._add(_copy(tier, born, name, note, num_bytes if born else 0))
 
     # What there is
@@ -144,12 +145,12 @@ class Subscriptions:
 
 
 def _copy(tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> Change:
-    """The birth of a copy of a checkpoint, or its death."""
+    """Describe the birth of a copy of a checkpoint, or its death."""
     return Change(born, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes)
 
 
 def _names(node: Node) -> bytearray:
-    """The names of the pages of a node's run up to its end."""
+    """List the names of the pages of a node's run up to its end."""
     run = node.run
     last = (node.end - run.start) // run.page_size * NAME_BYTES
     if len(run.names) < last:

@@ -137,8 +137,8 @@ class Tiers:
         """Return what is wrong with their bookkeeping, for the audit."""
         return [line for tier in self.places for line in tier.violations()]
 
-    def is_back(self, name: Name) -> None:
-        """A checkpoint is on the device again."""
+    def note_restored(self, name: Name) -> None:
+        """Record that a checkpoint is on the device again."""
         note = self.host.note(name) if self.host is not None else None
         if self.host is not None and note is not None:
             usage = note.usage
@@ -149,7 +149,7 @@ class Tiers:
 def make_tiers(
     memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None, stats: CacheStats
 ) -> Tiers | None:
-    """The tiers that a configuration asks for; None: none.
+    """Make the tiers that a configuration asks for; None if there are none.
 
     Args:
         model: a name for the model and its weights, or a whole fingerprint: for copies on disk.

@@ -138,11 +138,11 @@ class ModelRunner:
         if graphs is not None and self._posts:
             launched = graphs.post(plan, tokens)
             if launched is not None and launched.run is not None:
-                self._computing.begin(launched.run)
+                self._computing.begin_pass(launched.run)
                 return launched
-        self._computing.settle()
+        self._computing.wait_for_pass()
         if graphs is not None:
-            self._arrivals.settle()  # a graph waits for no layer
+            self._arrivals.wait_for_all()  # a graph waits for no layer
             return graphs.run(plan, tokens)
         batch, sampling = plan.on(self._device, tokens)
         if self._arrivals.are_pending:

@@ -414,7 +414,7 @@ class MtpDrafter(ChainDrafter):
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """Predict what follows the last known token of each part, for each as many tokens as are asked for."""
-        self._cache.memory.in_flight.settle()
+        self._cache.memory.in_flight.wait_for_pass()
         numbers, counts = self._numbers([part for part, _ in asked]), [count for _, count in asked]
         histories = [part.request.history for part, _ in asked]
         for history in histories:

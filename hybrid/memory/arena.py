@@ -46,7 +46,7 @@ class PieceLayout(NamedTuple):
 
     @classmethod
     def of(cls, page_bytes: int, state_bytes: int, stored_bytes: int = 0) -> PieceLayout:
-        """A small piece that wastes little whichever kind it holds.
+        """Choose a small piece that wastes little whichever kind it holds.
 
         State slots of a piece are equally far apart, so that all slots are addressed with one stride. Where checkpoints
         are stored smaller, most of what is kept are those: a piece may be up to an eighth larger to hold them well.
@@ -87,7 +87,7 @@ class Arena:
         self.reset()
 
     def reset(self) -> None:
-        """All units of all kinds are free, whatever they were."""
+        """Free all units of all kinds, whatever they were."""
         self._free = list(range(self.num_pieces - 1, -1, -1))  # taken from the lowest
         for pool in self.pools:
             pool.reset()
@@ -123,11 +123,11 @@ class Arena:
         self._free.remove(piece)
 
     def give_back(self, piece: int) -> None:
-        """A piece is free again."""
+        """Record that a piece is free again."""
         self._free.append(piece)
 
     def free_pieces(self) -> tuple[int, ...]:
-        """All free pieces."""
+        """List all free pieces."""
         return tuple(self._free)
 
     def check(self) -> list[str]:
@@ -157,7 +157,7 @@ class ArenaPool:
         self.capacity: int = self.num_free
 
     def reset(self) -> None:
-        """No unit is in use, of an arena whose pieces are all free but those that other kinds have reserved."""
+        """Free all units, of an arena whose pieces are all free but those that other kinds have reserved."""
         self._is_free = bytearray(self.size)
         self._free_in: dict[int, list[int]] = {}  # piece of this kind -> its free units
         self._open: dict[int, None] = {}  # pieces with a free unit, in the order in which they are filled
@@ -198,14 +198,14 @@ class ArenaPool:
         return tuple(self._free_in)
 
     def indices(self) -> Iterable[int]:
-        """The units that exist now, except the reserved ones."""
+        """Yield the units that exist now, except the reserved ones."""
         for piece in self._free_in:
             for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece):
                 if unit >= self.reserved:
                     yield unit
 
     def free_indices(self) -> tuple[int, ...]:
-        """All free units in pieces of this kind."""
+        """List all free units in pieces of this kind."""
         return tuple(unit for units in self._free_in.values() for unit in units)
 
     def check(self) -> list[str]:
@@ -283,7 +283,7 @@ class ArenaPool:
         self._recount(piece, 0)
 
     def _recount(self, piece: int, before: int) -> None:
-        """The number of free units of a piece has changed from `before`, or the piece is free."""
+        """Record that the number of free units of a piece has changed from `before`, or that the piece is free."""
         self._with_free[before].pop(piece, None)
         num_free = len(self._free_in.get(piece, ()))
         if num_free:
@@ -318,15 +318,15 @@ class ArenaPool:
         return None
 
     def _emptiest_first(self) -> Iterator[int]:
-        """The pieces with a free unit."""
+        """Yield the pieces with a free unit."""
         return chain.from_iterable(reversed(self._with_free))
 
     def _fullest_first(self) -> Iterator[int]:
-        """The pieces with a free unit."""
+        """Yield the pieces with a free unit."""
         return chain.from_iterable(self._with_free)
 
     def move(self, moves: dict[int, int]) -> None:
-        """The contents of units were moved: the old places are free, the new ones are in use."""
+        """Record that the contents of units were moved: the old places are free, the new ones are in use."""
         for target in moves.values():
             piece = target // self.per_piece
             self._free_in[piece].remove(target)

@@ -34,7 +34,7 @@ class InFlight:
     step; the latest is known.
 
     A GPU does in order what it is given. Threads of a CPU do not: what reads or writes contents of pages and state
-    slots outside of a pass waits for the pass under way first (`settle`).
+    slots outside of a pass waits for the pass under way first (`wait_for_pass`).
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class InFlight:
         """Tell whether a pass was begun that nothing has waited for here."""
         return self._latest is not None
 
-    def begin(self, latest: WorkerRun) -> None:
+    def begin_pass(self, latest: WorkerRun) -> None:
         """Record that a pass was given to other threads. When it ends, those before it have."""
         self._latest = latest
 
-    def settle(self) -> None:
+    def wait_for_pass(self) -> None:
         """Wait for what is under way."""
         if self._latest is not None:
             self._latest.end()

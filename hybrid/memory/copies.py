@@ -7,10 +7,10 @@ at each layer for the contents of that layer. The host waits for nothing.
 Four rules keep contents that are not there yet from being used:
 
 * they go to pages and to the place of a checkpoint that a lease or the tree owns. Before these are freed, whatever
-  the device does next waits for them (`Uploads.before`), so that what is allocated is never on its way;
-* a pass of the model waits for the contents of a layer before it computes the layer (`Uploads.wait`);
-* what else reads, moves or writes contents waits for them first (`before`, `settle`): a captured pass, compaction,
-  copies to tiers and files, digests, the unpacking of a stored checkpoint;
+  the device does next waits for them (`Uploads.wait_if_pending`), so that what is allocated is never on its way;
+* a pass of the model waits for the contents of a layer before it computes the layer (`Uploads.wait_for_layer`);
+* what else reads, moves or writes contents waits for them first (`wait_if_pending`, `wait_for_all`): a captured pass,
+  compaction, copies to tiers and files, digests, the unpacking of a stored checkpoint;
 * copies that cannot all be begun are waited for likewise, and the restore has failed.
 
 What leaves the memory of a GPU is copied in a stream of its own:
@@ -85,7 +85,7 @@ class Copier(Protocol):
         ...
 
     def prepare(self, source: Tensor) -> Tensor:
-        """The same bytes where they can be copied from. They must not change until they are copied."""
+        """Put the same bytes where they can be copied from. They must not change until they are copied."""
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -93,7 +93,7 @@ class Copier(Protocol):
         ...
 
     def begin(self) -> None:
-        """The copies that follow wait for all that the device was given so far: it may use what is overwritten, or
+        """Have the copies that follow wait for all that the device was given so far: it may use what is overwritten, or
         write what is copied."""
         ...
 
@@ -265,12 +265,12 @@ def layer_groups(spec: HybridSpec, page_size: int, min_bytes: int) -> tuple[Laye
 
 
 def shares_of(places: Sequence[Place]) -> tuple[Share, ...]:
-    """All of a page or a slot with tensors at these places."""
+    """List all shares of a page or a slot with tensors at these places."""
     return _joined([*_by_layer(places).values()])
 
 
 def _by_layer(places: Sequence[Place]) -> dict[tuple[str, int], Share]:
-    """The share of each row of each tensor. One without dimensions has one."""
+    """Find the share of each row of each tensor. One without dimensions has one."""
     shares, source = dict[tuple[str, int], Share](), 0
     for place in places:
         count = place.shape[0] if place.shape else 1
@@ -286,7 +286,7 @@ def _take(shares: dict[tuple[str, int], Share], names: Sequence[str], row: int) 
 
 
 def _joined(shares: Sequence[Share]) -> tuple[Share, ...]:
-    """The same bytes in as few ranges as there can be."""
+    """Join shares: the same bytes in as few ranges as there can be."""
     joined: list[Share] = []
     for share in sorted(shares):
         last = joined[-1] if joined else None
@@ -318,7 +318,7 @@ class Uploads:
         return bool(self._marks)
 
     def seconds(self, num_bytes: int) -> float:
-        """That this number of bytes are on their way, about."""
+        """Estimate the seconds that a copy of `num_bytes` takes."""
         return num_bytes * self._copier.seconds_per_byte if self._copier is not None else 0.0
 
     def begin(self, copies: Sequence[Sequence[Copy]], pages: Collection[int], checkpoint: int) -> None:
@@ -342,19 +342,19 @@ class Uploads:
         self._pages.update(pages)
         self._checkpoints.add(checkpoint)
 
-    def wait(self, layer: int) -> None:
+    def wait_for_layer(self, layer: int) -> None:
         """Have what the device is given from now on wait for a layer's contents, and those of layers before it. To be
         called for each, in their order."""
         if self._marks and (group := self._group_at.get(layer)) is not None:
             self._marks[group].wait()
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Have what the device is given from now on wait for all contents."""
         if self._marks:
             self._marks[-1].wait()
             self._forget()
 
-    def before(self, pages: Collection[int] = (), checkpoints: Collection[int] = ()) -> None:
+    def wait_if_pending(self, pages: Collection[int] = (), checkpoints: Collection[int] = ()) -> None:
         """Have what the device is given from now on wait for all contents, if one of these is on its way: it reads or
         writes them, or they are freed.
 
@@ -362,7 +362,7 @@ class Uploads:
             checkpoints: places, as checkpoints are stored.
         """
         if self._marks and not (self._pages.isdisjoint(pages) and self._checkpoints.isdisjoint(checkpoints)):
-            self.settle()
+            self.wait_for_all()
 
     def _forget(self) -> None:
         self._marks = []
@@ -382,7 +382,7 @@ class Downloads:
         self._under_way: deque[tuple[Contents, Mark]] = deque()
 
     def begin(self, parts: Sequence[Tensor]) -> Contents:
-        """The bytes of parts of the memory, one after the other, on their way. The device may write there afterwards.
+        """Begin to copy the bytes of parts of the memory, one after the other. The device may write there afterwards.
         When this raises, nothing is on its way.
 
         Args:

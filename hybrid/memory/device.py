@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Count the bytes that are free on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     torch.cuda.empty_cache()  # memory that loading the weights left cached is free too
@@ -19,7 +19,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device.
+    """Put a tensor on a device.
 
     From the host a GPU copies it by itself from pinned memory, after the work that it was given before: the host does
     not wait for the step under way.
@@ -50,7 +50,7 @@ class HostCopy:
             self._copied.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[list[Any]]:
-        """The tensors as lists, once they are there."""
+        """Wait until the tensors are there. Returns them as lists."""
         if self._copied is not None:
             self._copied.synchronize()
         return [tensor.tolist() for tensor in self._tensors]

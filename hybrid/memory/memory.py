@@ -46,7 +46,7 @@ class UnitSizes:
 
 
 def smallest_memory(num_pages: int, page_bytes: int, state_bytes: int, state_share: float | None) -> int:
-    """Bytes that suffice for `num_pages` pages and the states of one request.
+    """Compute the bytes that suffice for `num_pages` pages and the states of one request.
 
     Args:
         state_share: part of the memory that holds states; None: pages and states share one budget.
@@ -180,7 +180,7 @@ class CacheMemory:
         state_share: float | None = None,
         state_dtype: str = "float32",
     ) -> CacheMemory:
-        """The memory of a model, with its tensors.
+        """Make the memory of a model, with its tensors.
 
         Args:
             memory: bytes for pages and states together.
@@ -216,7 +216,7 @@ class CacheMemory:
     def fixed(
         cls, spec: HybridSpec, page_size: int, num_pages: int, num_states: int, device: torch.device
     ) -> CacheMemory:
-        """The memory of a model, with its tensors, for fixed numbers of pages and state slots.
+        """Make the memory of a model, with its tensors, for fixed numbers of pages and state slots.
 
         Args:
             num_states: state slots, the reserved one included.
@@ -227,13 +227,13 @@ class CacheMemory:
 
     def release(self) -> None:
         """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
-        self.in_flight.settle()
-        self.uploads.settle()
+        self.in_flight.wait_for_pass()
+        self.uploads.wait_for_all()
         self.tensors, self.contents = None, UnitContents()
 
     def reset(self) -> None:
         """Free everything, whatever was in use. Contents stay until they are overwritten."""
-        self.uploads.settle()
+        self.uploads.wait_for_all()
         if self.arena is not None:
             self.arena.reset()
         else:
@@ -252,8 +252,8 @@ class CacheMemory:
         """The tensors, of a memory that has them: no other thread computes on them, and the device's next work waits
         for contents that are on their way."""
         assert self.tensors is not None
-        self.in_flight.settle()
-        self.uploads.settle()
+        self.in_flight.wait_for_pass()
+        self.uploads.wait_for_all()
         return self.tensors
 
     @property
@@ -262,7 +262,7 @@ class CacheMemory:
         return self.checkpoints is not self.states
 
     def digests(self) -> Digests:
-        """An empty list of digests of the contents.
+        """Make an empty list of digests of the contents.
 
         Raises:
             ArgumentError: there are no contents that can be read.
@@ -323,7 +323,7 @@ def _fixed_pools(num_pages: int, num_states: int) -> tuple[IndexPool, IndexPool]
 
 
 def _elastic_pools(num_pieces: int, layout: PieceLayout) -> tuple[Arena, ArenaPool, ArenaPool, ArenaPool | None]:
-    """The arena, its pages, its states, and its stored checkpoints if the layout has any."""
+    """Make the arena, its pages, its states, and its stored checkpoints if the layout has any."""
     arena = Arena(num_pieces)
     states = arena.pool(layout.states, EMPTY_STATE + 1, "state slot")
     pages = arena.pool(layout.pages, 0, "page")

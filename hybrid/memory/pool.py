@@ -24,7 +24,7 @@ class IndexPool:
         self.reset()
 
     def reset(self) -> None:
-        """All indices are free, whatever they were."""
+        """Free all indices, whatever they were."""
         self._free = list(range(self.size - 1, self.reserved - 1, -1))  # allocated from the lowest
         self._is_free = bytearray(self.reserved) + bytearray(b"\x01") * (self.size - self.reserved)
 
@@ -67,9 +67,9 @@ class IndexPool:
         self._free.extend(reversed(back))
 
     def indices(self) -> Iterable[int]:
-        """All indices that can be allocated."""
+        """List all indices that can be allocated."""
         return range(self.reserved, self.size)
 
     def free_indices(self) -> tuple[int, ...]:
-        """All free indices, for the audit: one that is free twice is there twice."""
+        """List all free indices, for the audit: one that is free twice is there twice."""
         return tuple(self._free)

@@ -61,7 +61,7 @@ class StoredCheckpoints:
         self._per_piece = per_piece
 
     def bytes_of(self, place: int) -> Tensor:
-        """The bytes of a stored checkpoint, `[layout.num_bytes]` uint8: a view."""
+        """View the bytes of a stored checkpoint, `[layout.num_bytes]` uint8."""
         piece, index = divmod(place, self._per_piece)
         size = self.layout.num_bytes
         return self._pieces[piece, index * size : (index + 1) * size]
@@ -81,7 +81,7 @@ class CacheTensors(UnitContents):
         stored: checkpoints that are stored smaller; None: checkpoints are state slots.
 
     Methods wait for `uploads` and `in_flight` where they must. Who reads or writes the tensors below calls
-    `Uploads.settle` or `Uploads.wait`, and `InFlight.settle`, before.
+    `Uploads.wait_for_all` or `Uploads.wait_for_layer`, and `InFlight.wait_for_pass`, before.
 
     Attributes:
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
@@ -167,61 +167,61 @@ class CacheTensors(UnitContents):
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value)."""
-        self.in_flight.settle()
-        self.uploads.before(pages=moves)
+        self.in_flight.wait_for_pass()
+        self.uploads.wait_if_pending(pages=moves)
         _copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy each state slot (key) to its new place (value)."""
-        self.in_flight.settle()
+        self.in_flight.wait_for_pass()
         if self.stored is None:
-            self.uploads.before(checkpoints=moves)
+            self.uploads.wait_if_pending(checkpoints=moves)
         _copy(self._states, moves)
 
     def move_stored(self, moves: dict[int, int]) -> None:
         """Copy each stored checkpoint (key) to its new place (value)."""
         assert self.stored is not None
-        self.in_flight.settle()
-        self.uploads.before(checkpoints=moves)
+        self.in_flight.wait_for_pass()
+        self.uploads.wait_if_pending(checkpoints=moves)
         for old, new in moves.items():
             self.stored.bytes_of(new).copy_(self.stored.bytes_of(old))
 
     def store(self, slot: int, place: int) -> None:
         """Pack the state of a slot into the place of a stored checkpoint."""
         assert self.stored is not None
-        self.in_flight.settle()
+        self.in_flight.wait_for_pass()
         tensors = {name: tensor[slot] for name, tensor in self.state.items()}
         store(self.stored.layout, tensors, self.stored.bytes_of(place))
 
     def restore(self, place: int, slot: int) -> None:
         """Unpack a stored checkpoint into a state slot."""
         assert self.stored is not None
-        self.in_flight.settle()
-        self.uploads.wait(0)  # it arrives with the first layer
+        self.in_flight.wait_for_pass()
+        self.uploads.wait_for_layer(0)  # it arrives with the first layer
         tensors = {name: tensor[slot] for name, tensor in self.state.items()}
         restore(self.stored.layout, self.stored.bytes_of(place), tensors)
 
     def read_page(self, page: int) -> Contents:
-        """The bytes of a page: of every tensor per token, one after the other."""
+        """Read the bytes of a page: of every tensor per token, one after the other."""
         return self.downloads.wait(self.fetch_page(page))
 
     def read_checkpoint(self, place: int) -> Contents:
-        """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
+        """Read the bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
         return self.downloads.wait(self.fetch_checkpoint(place))
 
     def fetch_page(self, page: int) -> Contents:
         """Read a page; on a GPU its contents are on their way to the host (`downloads`), and it may be written."""
-        self.uploads.before(pages=[page])
+        self.uploads.wait_if_pending(pages=[page])
         return self._read(self._pages[page], self._page_places)
 
     def fetch_checkpoint(self, place: int) -> Contents:
         """Read a checkpoint, likewise."""
-        self.uploads.before(checkpoints=[place])
+        self.uploads.wait_if_pending(checkpoints=[place])
         return self._read(self._checkpoint(place), self._checkpoint_places)
 
     def _read(self, row: Tensor, places: Sequence[Place]) -> Contents:
-        """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
-        self.in_flight.settle()
+        """Read the bytes of every tensor in a row, without the gaps, which hold what was there before."""
+        self.in_flight.wait_for_pass()
         if self._copier is not None:
             return self.downloads.begin([row[place.start : place.start + place.num_bytes] for place in places])
         data = row.numpy()
@@ -229,12 +229,12 @@ class CacheTensors(UnitContents):
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
-        self.in_flight.settle()
+        self.in_flight.wait_for_pass()
         _write(self._pages[page], self._page_places, contents)
 
     def write_checkpoint(self, place: int, contents: Contents) -> None:
         """Write what `read_checkpoint` has read."""
-        self.in_flight.settle()
+        self.in_flight.wait_for_pass()
         _write(self._checkpoint(place), self._checkpoint_places, contents)
 
     def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
@@ -258,7 +258,7 @@ class CacheTensors(UnitContents):
         self.uploads.begin(copies, pages, place)
 
     def _checkpoint(self, place: int) -> Tensor:
-        """The bytes of a checkpoint."""
+        """View the bytes of a checkpoint."""
         return self.stored.bytes_of(place) if self.stored is not None else self._states[place]
 
 
@@ -283,7 +283,7 @@ def _described(places: Sequence[Place]) -> str:
 
 
 def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
-    """The tensors in rows of bytes, by name: views `[len(rows), *shape]`."""
+    """View the tensors in rows of bytes, by name: `[len(rows), *shape]`."""
     return {
         place.name: rows[:, place.start : place.start + place.num_bytes].view(place.dtype).unflatten(1, place.shape)
         for place in places
@@ -298,7 +298,7 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
 
 
 def _sums(contents: Contents, places: Sequence[Place], *, of_page: bool) -> Iterator[Tensor]:
-    """The sums of the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of a page's
+    """Sum the tensors of contents whose elements may be NaN or infinity, which remain in a sum. Of a page's
     rows in a byte per element those of their scales, which are NaN or infinite where the values were that were packed;
     a code of fp8 that is NaN counts too, since there is nothing in it that would be packed as such."""
     source, start = _on_host(contents, places), 0

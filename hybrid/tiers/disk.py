@@ -621,7 +621,7 @@ class DiskTier:
                 held.order.use(place.segment, held.segments[place.segment].value)
                 earlier, place.is_earlier = place.note if place.is_earlier else None, False
         if earlier is not None:
-            self._savings.reuse.wanted(earlier.group)  # it left the device of another process
+            self._savings.reuse.count_requested(earlier.group)  # it left the device of another process
 
     def _forget(self, wanted: list[Wanted]) -> int:
         """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""

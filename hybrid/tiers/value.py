@@ -44,11 +44,11 @@ class Reuse:
         self._counts: dict[str, tuple[float, float]] = {}
         self._news: dict[str, tuple[float, float]] = {}  # since `take_news`
 
-    def left(self, group: str) -> None:
+    def count_evicted(self, group: str) -> None:
         """Count a checkpoint that leaves the device."""
         self._count(group, 1, 0)
 
-    def wanted(self, group: str) -> None:
+    def count_requested(self, group: str) -> None:
         """Count a request that would resume from one that has left."""
         self._count(group, 0, 1)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid.cache.held import HeldSlots
+from hybrid.cache.allocator import UnevictableSlots
 from support.caches import AuditedCache, key_of, release, start
 from support.elastic import ONE, elastic, held
 
@@ -75,9 +75,9 @@ def test_discarded_slots_do_not_count_any_more() -> None:
 
 
 @pytest.mark.parametrize("per_piece", [1, 2, 3])
-def test_held_slots_are_counted_by_piece(per_piece: int) -> None:
+def test_slots_that_stay_are_counted_by_piece(per_piece: int) -> None:
     """Against a set, through every order of a few slots."""
-    slots = HeldSlots(per_piece, 1)
+    slots = UnevictableSlots(per_piece, 1)
     model = {0}
     for step in range(60):
         slot = 1 + step * 7 % 11
@@ -91,4 +91,4 @@ def test_held_slots_are_counted_by_piece(per_piece: int) -> None:
         counts = [sum(one // per_piece == piece for one in model) for piece in pieces]
         assert slots.num_pieces == len(pieces)
         assert slots.num_partial == sum(count < per_piece for count in counts)
-        assert all(slots.keeps(piece) == (piece in pieces) for piece in range(12))
+        assert all(slots.are_in(piece) == (piece in pieces) for piece in range(12))

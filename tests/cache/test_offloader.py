@@ -22,11 +22,11 @@ def test_a_group_is_wanted_as_often_as_it_was() -> None:
     assert reuse.probability("any") == 0.5
     for number in range(100):
         one = usage()
-        tracker.left(one, "last")
-        tracker.left(usage(), "inner")
+        tracker.count_evicted(one, "last")
+        tracker.count_evicted(usage(), "inner")
         if number % 2:
-            tracker.wanted(one)
-            tracker.wanted(one)  # it is counted once
+            tracker.count_requested(one)
+            tracker.count_requested(one)  # it is counted once
     assert abs(reuse.probability("last") - 0.5) < 0.01
     assert reuse.probability("inner") < 0.01
 
@@ -43,15 +43,15 @@ def test_what_was_long_ago_counts_less_and_is_forgotten() -> None:
     reuse = Reuse()
     tracker = ReuseTracker(reuse)
     first = usage()
-    tracker.left(first, "first")
+    tracker.count_evicted(first, "first")
     for _ in range(MAX_WATCHED):
-        tracker.left(usage(), "other")
-    tracker.wanted(first)
+        tracker.count_evicted(usage(), "other")
+    tracker.count_requested(first)
     assert reuse.probability("first") == 0.25, "it is not watched any more"
     for _ in range(HALVED_AFTER):
         one = usage()
-        tracker.left(one, "other")
-        tracker.wanted(one)
+        tracker.count_evicted(one, "other")
+        tracker.count_requested(one)
     assert reuse.probability("other") > 0.5
 
 

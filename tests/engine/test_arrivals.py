@@ -309,7 +309,7 @@ def test_readers_wait_for_what_arrives(tiny: Engine, late: list[LateCopier], rea
     evicted(engine, prompt)
     cache = engine.cache
     cache.close(begun(engine, prompt))
-    cache.memory.uploads.settle()
+    cache.memory.uploads.wait_for_all()
     data = saved(engine, prompt)
     cache.allocator.evict(cache.tree.evict_all)
     lease = begun(engine, prompt)

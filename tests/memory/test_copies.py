@@ -145,10 +145,10 @@ def test_a_layer_waits_for_its_contents_and_those_before() -> None:
     uploads, _, targets = arriving()
     assert uploads.are_pending
     for layer, there in ((0, [True, False]), (1, [True, False]), (2, [True, True])):
-        uploads.wait(layer)
+        uploads.wait_for_layer(layer)
         assert are_there(targets) == there
     assert uploads.are_pending, "another pass may wait, too"
-    uploads.settle()
+    uploads.wait_for_all()
     assert not uploads.are_pending
 
 
@@ -158,11 +158,11 @@ def test_a_layer_waits_for_its_contents_and_those_before() -> None:
 )
 def test_who_uses_what_is_on_its_way_waits(pages: Any, checkpoints: Any, waits: bool) -> None:
     uploads, _, targets = arriving()
-    uploads.before(pages, checkpoints)
+    uploads.wait_if_pending(pages, checkpoints)
     assert are_there(targets) == [waits, waits]
     assert uploads.are_pending is not waits
-    uploads.settle()
-    uploads.before((3,), (5,))
+    uploads.wait_for_all()
+    uploads.wait_if_pending((3,), (5,))
     assert are_there(targets) == [True, True]
 
 
@@ -170,9 +170,9 @@ def test_waiting_for_the_latest_is_waiting_for_all() -> None:
     uploads, _, targets = arriving()
     more = torch.zeros(4, dtype=torch.uint8)
     uploads.begin([[Copy(more, torch.ones(4, dtype=torch.uint8))], []], [7], 8)
-    uploads.wait(0)
+    uploads.wait_for_layer(0)
     assert are_there([*targets, more]) == [True] * 3
-    uploads.before([3])
+    uploads.wait_if_pending([3])
     assert not uploads.are_pending
 
 
@@ -191,9 +191,9 @@ def test_copies_that_cannot_all_be_begun_are_not_on_their_way() -> None:
 def test_on_a_cpu_nothing_is_ever_on_its_way() -> None:
     assert copier_for(CPU) is None
     uploads = Uploads()
-    uploads.settle()
-    uploads.wait(0)
-    uploads.before([1], [2])
+    uploads.wait_for_all()
+    uploads.wait_for_layer(0)
+    uploads.wait_if_pending([1], [2])
     assert not uploads.are_pending and uploads.seconds(10**9) == 0
 
 
@@ -422,10 +422,10 @@ def test_on_a_gpu_contents_arrive_while_it_computes(state_dtype: str) -> None:
         memory.contents.write(pages[:8], contents, place, checkpoint)
         seen = []
         for layer in range(8):
-            memory.uploads.wait(layer)
+            memory.uploads.wait_for_layer(layer)
             if layer % 2:
                 seen.append(tensors.kv[old, layer // 2])
-        memory.uploads.settle()
+        memory.uploads.wait_for_all()
         tensors.kv[new] = tensors.kv[old]
         found = torch.stack(seen, 1).view(torch.uint8).flatten(1).cpu()
         assert [row.numpy().tobytes() for row in found] == contents

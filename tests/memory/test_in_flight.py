@@ -49,7 +49,7 @@ def made(tiny: Engine, state_dtype: str) -> CacheMemory:
 def test_who_reads_or_writes_contents_waits_for_a_pass_once(tiny: Engine, name: str, state_dtype: str) -> None:
     memory, under_way = made(tiny, state_dtype), Pass()
     assert memory.tensors is not None
-    memory.in_flight.begin(under_way)
+    memory.in_flight.begin_pass(under_way)
     assert memory.in_flight.is_under_way
     for _ in range(2 if name != "release" else 1):
         ACCESSES[name](memory, memory.tensors)
@@ -61,12 +61,12 @@ def test_who_reads_or_writes_contents_waits_for_a_pass_once(tiny: Engine, name: 
 def test_so_does_who_packs_and_moves_stored_checkpoints(tiny: Engine, name: str) -> None:
     memory, under_way = made(tiny, "bfloat16"), Pass()
     assert memory.tensors is not None
-    memory.in_flight.begin(under_way)
+    memory.in_flight.begin_pass(under_way)
     STORED[name](memory.contents)
     assert under_way.ends == 1
 
 
 def test_what_has_no_contents_waits_for_nothing() -> None:
     memory = CacheMemory.of_indices(4, 4)
-    memory.in_flight.settle()
+    memory.in_flight.wait_for_pass()
     assert not memory.in_flight.is_under_way

@@ -15,9 +15,9 @@ GROUP, OTHER = "turn_end last 0", "branch inner 3 spare"
 def taught(left: int, wanted: int, group: str = GROUP) -> Reuse:
     reuse = Reuse()
     for _ in range(left):
-        reuse.left(group)
+        reuse.count_evicted(group)
     for _ in range(wanted):
-        reuse.wanted(group)
+        reuse.count_requested(group)
     return reuse
 
 

@@ -20,7 +20,7 @@ def rule_of(reuse: Reuse) -> Savings:
 
 def test_a_copy_is_worth_more_the_likelier_a_hit_is_and_the_more_it_saves() -> None:
     reuse, cost = Reuse(), Cost(1.0, 0.01)  # 2 seconds, and a tenth for each page
-    reuse.left("branch last 0")
+    reuse.count_evicted("branch last 0")
     rule, note = rule_of(reuse), Note("branch", 0, 0, 100, 100, "branch last 0")
     assert rule.value(note, cost, 30) == pytest.approx(0.25 * (55 / 400) ** 0.25), "120 tokens are in its own pages"
     assert rule.value(note, cost, 0) == pytest.approx(0.25 * (48 / 100) ** 0.25), "it saved 100"
@@ -30,14 +30,14 @@ def test_a_copy_is_worth_more_the_likelier_a_hit_is_and_the_more_it_saves() -> N
 
 def test_a_checkpoint_is_copied_if_it_is_likely_to_save_what_copying_takes() -> None:
     reuse = Reuse()
-    reuse.left("branch last 0")
+    reuse.count_evicted("branch last 0")
     rule = rule_of(reuse)
     cost, note = Cost(1.0, 0.01), Note("branch", 0, 0, 12, 400, "branch last 0")
     assert not rule.is_worth_copying(note, cost, False), "half of 4 seconds, for 2.3"
-    reuse.wanted("branch last 0")
+    reuse.count_requested("branch last 0")
     assert rule.is_worth_copying(note, cost, False), "4 seconds, as likely as can be"
     for _ in range(9):
-        reuse.left("branch last 0")
+        reuse.count_evicted("branch last 0")
     assert not rule.is_worth_copying(note, cost, False)
     assert rule.is_worth_copying(note, cost, True), "the process ends"
     assert not rule.is_worth_copying(replace(note, num_tokens=4), cost, True), "restoring takes as long"
