@@ -111,12 +111,12 @@ class EngineConfig:
 
     @property
     def adapter_bytes(self) -> int | None:
-        """`adapter_memory` as a number of bytes; None: no limit."""
+        """`adapter_memory` as a number of bytes, or None if there is no limit."""
         return optional(BYTES).read(self.adapter_memory)
 
     @property
     def encoding_bytes(self) -> int | None:
-        """`encoding_memory` as a number of bytes; None: no limit."""
+        """`encoding_memory` as a number of bytes, or None if there is no limit."""
         return optional(BYTES).read(self.encoding_memory)
 
     def weight_of(self, tenant: str) -> float:

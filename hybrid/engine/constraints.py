@@ -65,13 +65,13 @@ class ThinkingGate:
         self._tail = b""
 
     def accept(self, token: int) -> None:
-        """The answer continues with this token."""
+        """Record that the answer continues with this token."""
         text = self._tail + self._bytes_of(token)
         self.is_over = self._mark in text
         self._tail = text[-len(self._mark) :]
 
     def num_tokens(self, drafts: Sequence[int]) -> int | None:
-        """The number of these drafts that belong to the reasoning; None: it does not end with them."""
+        """The number of these drafts that belong to the reasoning. None if it does not end with them."""
         if self.is_over:
             return 0
         text = self._tail
@@ -125,7 +125,7 @@ class Constraints:
 
     @property
     def failure(self) -> str | None:
-        """Why the row after the answer has no token: its own functions or its grammar failed. None: they did not."""
+        """Why the row after the answer has no token: its own functions or its grammar failed. None if they did not."""
         return self._failures.get(tuple(self._answer)) if self._failures else None
 
     @property
@@ -151,18 +151,18 @@ class Constraints:
         """Tell whether a row of the latest pass has no token because it was late."""
         return self._is_held
 
-    def end(self) -> None:
-        """The request has ended: nothing is asked any more."""
+    def end_form(self) -> None:
+        """Record that the request has ended: its form is not asked any more."""
         if self._matcher is not None:
             self._matcher.end()
 
-    def wait(self, seconds: float) -> None:
-        """Wait for what is late."""
+    def wait_for_form(self, seconds: float) -> None:
+        """Wait until it is known what may follow the answer."""
         if self._matcher is not None:
             self._matcher.wait(seconds)
 
     def accept(self, token: int) -> None:
-        """The answer continues with this token."""
+        """Record that the answer continues with this token."""
         if self._gate is not None and not self._gate.is_over:
             self._gate.accept(token)
         elif self._matcher is not None:
@@ -302,7 +302,7 @@ class Edits:
 
     @classmethod
     def of(cls, rows: Sequence[RowEdits | None]) -> Edits | None:
-        """The edits of rows; None: nothing is done to any of them."""
+        """The edits of rows. None if nothing is done to any of them."""
         known = [(row, edits) for row, edits in enumerate(rows) if edits is not None]
         if not known:
             return None

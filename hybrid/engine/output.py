@@ -77,22 +77,8 @@ class Completion:
     parsed: ParsedAnswer | None
 
     def since(self, previous: Completion | None) -> Completion:
-        """The same answer for a reader whose last one was `previous`; None: the reader had none."""
-        num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
-        return replace(
-            self,
-            delta=self.text[num_characters:],
-            delta_token_ids=self.token_ids[num_tokens:],
-            parsed=_parsed_since(self, previous),
-        )
-
-
-def _parsed_since(
-    output: Completion | RequestOutput, previous: Completion | RequestOutput | None
-) -> ParsedAnswer | None:
-    if output.parsed is None:
-        return None
-    return output.parsed.since(previous.parsed if previous is not None else None)
+        """The same answer for a reader whose last one was `previous`, or None if it had none."""
+        return replace(self, **_unread(self, previous))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +182,8 @@ class RequestOutput:
         )
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
-        """The same output for a reader whose last one was `previous`, of the same request: with the deltas after it.
-        None: the reader had none."""
+        """The same output for a reader whose last one was `previous`, of the same request, or None if it had none:
+        with the deltas after it."""
         num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
         has_all = len(self.delta_token_ids) == len(self.token_ids) - num_tokens
         has_all = has_all and len(self.delta) == len(self.text) - num_characters
@@ -205,13 +191,7 @@ class RequestOutput:
             return self
         former = previous.completions if previous is not None else (None,) * len(self.completions)
         completions = tuple(own.since(before) for own, before in zip(self.completions, former, strict=True))
-        return replace(
-            self,
-            delta=self.text[num_characters:],
-            delta_token_ids=self.token_ids[num_tokens:],
-            completions=completions,
-            parsed=_parsed_since(self, previous),
-        )
+        return replace(self, completions=completions, **_unread(self, previous))
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows of it."""
@@ -227,6 +207,17 @@ class RequestOutput:
         shown = self.text or " ".join(map(str, self.token_ids))
         given = [row for row in rows if row[1]]
         return notebook.answer(shown, self.usage.cached_tokens, self.usage.prompt_tokens, given)
+
+
+def _unread(answer: Completion | RequestOutput, previous: Completion | RequestOutput | None) -> dict[str, Any]:
+    """The fields of an answer that differ for a reader whose last one was `previous`, or None if it had none."""
+    num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
+    before = previous.parsed if previous is not None else None
+    return {
+        "delta": answer.text[num_characters:],
+        "delta_token_ids": answer.token_ids[num_tokens:],
+        "parsed": answer.parsed.since(before) if answer.parsed is not None else None,
+    }
 
 
 class OutputSource(Protocol):
@@ -262,7 +253,7 @@ class Outputs:
         return request_id in self._moved
 
     def put(self, request: OutputSource) -> None:
-        """A request has a new token, or has ended."""
+        """Record that a request has a new token, or has ended."""
         self._moved[request.request_id] = request
 
     def take(self) -> list[RequestOutput]:

@@ -309,7 +309,7 @@ class Requests:
             if answer.finish_reason is not None and answer.ended_at is None:
                 answer.ended_at = now
                 if answer.constraints is not None:
-                    answer.constraints.end()
+                    answer.constraints.end_form()
         if not request.is_replay and all(answer.finish_reason is not None for answer in request.answers):
             self._remove(request.answers[0].request_id)
             self.meter.ended(request.finish_reason or "")

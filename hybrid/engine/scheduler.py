@@ -417,7 +417,7 @@ class Scheduler:
             return True
         held = next((request for request in self.running if request.is_held(False)), None)
         if held is not None and held.constraints is not None:
-            held.constraints.wait(seconds)
+            held.constraints.wait_for_form(seconds)
         return held is not None
 
     # The part of one request

@@ -108,7 +108,7 @@ class ParsedAnswer:
     delta_tool_calls: tuple[ToolCall, ...] = ()
 
     def since(self, previous: ParsedAnswer | None) -> ParsedAnswer:
-        """The same parts for a reader whose last ones were `previous`; None: the reader had none."""
+        """The same parts for a reader whose last ones were `previous`, or None if it had none."""
         before = previous if previous is not None else ParsedAnswer()
         return replace(
             self,
@@ -175,12 +175,12 @@ class AnswerParser:
         return self._field == REASONING
 
     def feed(self, text: str) -> None:
-        """The answer continues with this text."""
+        """Record that the answer continues with this text."""
         self._end = (self._end + text)[-ENDS:]
         self._run(lambda: self._parser.feed(text), text)
 
     def finish(self) -> None:
-        """The answer has ended: what was held back, as the beginning of a mark, is part of it."""
+        """Record that the answer has ended: what was kept back, as the beginning of a mark, is part of it."""
         self._run(lambda: self._parser.finalize()[1], "", is_end=True)
 
     def parts(self) -> ParsedAnswer:
@@ -284,7 +284,7 @@ def _parser_class() -> Any:
 
 
 def template_of(tokenizer: Any) -> Template | None:
-    """The response template of a tokenizer: its own, or that of the form that its chat template writes. None: its
+    """The response template of a tokenizer: its own, or that of the form that its chat template writes. None if its
     answers have no parts."""
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, dict):
@@ -308,7 +308,7 @@ def tools_of(prompt: Any) -> tuple[Tool, ...]:
 
 
 def prefix_of(tokenizer: Any, prompt: Sequence[int], template: Template) -> str | None:
-    """The text of the end of a prompt, from before the beginning of the answer's message. None: it has none."""
+    """The text of the end of a prompt, from before the beginning of the answer's message. None if it has none."""
     anchor = template.get("start_anchor")
     for count in (TAIL_TOKENS, len(prompt)):
         text: str = tokenizer.decode(prompt[-count:], skip_special_tokens=False)

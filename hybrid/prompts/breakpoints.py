@@ -108,7 +108,7 @@ def _marked(part: Any, ttl: float | None) -> Any:
 
 
 def _ttl(part: Any) -> float | None:
-    """The time to live of a breakpoint; None: there is none."""
+    """The time to live of a breakpoint, or None if it has none."""
     if not isinstance(part, dict):
         return None
     found = next((part[name] for name in NAMES if part.get(name)), None)

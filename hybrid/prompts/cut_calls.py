@@ -40,8 +40,8 @@ def cut_call(raw: str) -> tuple[str, dict[str, Any], str | None] | None:
         raw: what was written of it.
 
     Returns:
-        Its name, the arguments that are whole, and the JSON of all up to where they end (None: all are); None: it has
-        no name yet, or is no call.
+        Its name, the arguments that are whole, and the JSON of all up to where they end, or None if all are whole. None
+        instead of these if it has no name yet, or is no call.
     """
     for text in (_without_begun(CALL_END, raw), raw):  # the mark that ends it may be cut, or be within a text
         if (found := name_and_arguments(text)) is None:
@@ -57,8 +57,8 @@ def cut_call(raw: str) -> tuple[str, dict[str, Any], str | None] | None:
 
 
 def name_and_arguments(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call that is JSON, as far as they were written; None: not even the name is
-    whole."""
+    """The name and the arguments of a call that is JSON, as far as they were written. None if not even the
+    name is whole."""
     begun = NAME.match(text)
     if begun is None:
         return None
@@ -72,7 +72,7 @@ def name_and_arguments(text: str) -> tuple[str, str] | None:
 
 
 def whole_part(text: str) -> dict[str, Any]:
-    """What is whole of a JSON object that may have been cut: members that are not are left out."""
+    """Read what is whole of a JSON object that may have been cut: members that are not are left out."""
     try:
         found: dict[str, Any] = read_json(text)
         return found
@@ -103,7 +103,7 @@ def written_arguments(raw: str, whole: Mapping[str, Any], properties: Mapping[st
         properties: schemas of all.
 
     Returns:
-        The JSON, without what closes it; None: the last mark was written, so that they are whole.
+        The JSON, without what closes it. None if the last mark was written, so that they are whole.
     """
     end = max((match.end() for match in re.finditer(PARAMETER, raw, re.DOTALL)), default=0)
     rest = raw[end:]

@@ -57,8 +57,8 @@ class StopTexts:
             state: after the pieces before it; 0 at the beginning.
 
         Returns:
-            The state after the piece; the stop text whose last character comes first, None: there is none. Of several
-            that end together, it is the longest.
+            The state after the piece, and the stop text whose last character comes first, or None if there is none. Of
+            several that end together, it is the longest.
         """
         following, fallbacks, matched = self._next, self._fallbacks, self._matched
         for index, character in enumerate(piece):

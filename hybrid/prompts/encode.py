@@ -619,7 +619,7 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int] | None:
-    """Values as a list of integers that a key can hold; None: some are not."""
+    """Values as a list of integers that a key can hold. None if some are not."""
     if isinstance(values, np.ndarray | Tensor):
         values = cast("list[int]", values.tolist())
     if not all(type(value) is int for value in values):
@@ -645,7 +645,7 @@ def _is_message(item: Any) -> bool:
 
 
 def _messages_of(prompt: Prompt) -> list[Message] | None:
-    """The chat messages of a prompt; None: it is not a chat.
+    """The chat messages of a prompt. None if it is not a chat.
 
     Raises:
         PromptError: `messages` is not a list.

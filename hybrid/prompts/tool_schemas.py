@@ -45,7 +45,7 @@ def types_of(schema: Any, root: Any) -> tuple[str, ...]:
 
 
 def followed(schema: Any, root: Any) -> Any:
-    """What a schema is that may be a reference."""
+    """The schema that a schema refers to, or itself."""
     seen: set[str] = set()
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)
@@ -78,7 +78,7 @@ def has_reference(schema: Any) -> bool:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """What a reference within a schema refers to; None: nothing."""
+    """The part of a schema that a reference refers to. None if there is no such part."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     for part in reference.split("/")[1:]:

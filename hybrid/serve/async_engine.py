@@ -110,7 +110,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         come meanwhile are one.
 
         Returns:
-            The last output, which the function was not called with; None: the stream was closed before.
+            The last output, which the function was not called with. None if the stream was closed before.
 
         Raises:
             Exception: that of the function, or of what it returned. The request is aborted.

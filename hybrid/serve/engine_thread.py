@@ -153,7 +153,7 @@ class EngineThread:
             ClosedError: the thread has ended.
             Exception: that of the function.
         """
-        return await self._answer_of(partial(self._call, function))
+        return await self._answer_of(lambda answer: _resolve(answer, partial(function, self.engine)))
 
     async def drain(self) -> None:
         """Take no prompt from now on, and wait until all have ended.
@@ -236,7 +236,7 @@ class EngineThread:
         return outputs
 
     def _survive(self, error: BaseException) -> None:
-        """Continue after an unexpected exception, of a step or of a command for which nobody waits.
+        """Continue after an unexpected exception, of a step, or of a command whose caller does not wait.
 
         Raises:
             BaseException: this one, if it came again and again, or the cache is inconsistent.
@@ -261,9 +261,6 @@ class EngineThread:
                     self._survive(error)
         except Empty:
             pass
-
-    def _call(self, function: Callable[[Engine], Any], answer: Future[Any]) -> None:
-        _resolve(answer, partial(function, self.engine))
 
     def _take_prompts(self, asked: list[tuple[Inbox, PendingPrompt]]) -> None:
         """Have prompts encoded. If one is refused, all of them fail."""
