@@ -378,11 +378,11 @@ class Scheduler:
         self.restoring.forget(request)
         if request.is_replay:
             request.finish_reason = "length"  # it is not resumed
-        if self.drafting is not None:
-            self.drafting.end(request)
         lease, request.lease = request.lease, None
         if lease is not None:
             self.cache.close(lease)
+        if self.drafting is not None:
+            self.drafting.end(request)
 
     def _keep_breakpoints(self, request: Request, num_tokens: int) -> None:
         """Pin the breakpoints of a prompt that are among its first `num_tokens` tokens, which are cached."""
