@@ -108,7 +108,7 @@ class CapturedPasses:
 
     Attributes:
         max_prompt_tokens, on_gpu: as given.
-        captured_model: tells whether the model has a hook, which a graph would not call: steps are launched then.
+        captured_model: whether the model has a hook, which a graph would not call: steps are launched then.
     """
 
     def __init__(
