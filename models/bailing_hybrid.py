@@ -48,7 +48,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
 
     @classmethod
     def rotated_dim(cls, config: Any) -> int:
-        """Return the size of what is rotated."""
+        """Return the size of what is rotated of a head."""
         size: int = config.qk_rope_head_dim
         return size
 

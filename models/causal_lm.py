@@ -131,6 +131,7 @@ class CausalLM(EngineModel, ABC):
         norm_offset: of the norms of layers and the final norm, as of `RMSNorm`.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
+        is_rotated: queries and keys are rotated by their positions.
         rotates_partly: a part of a head may be rotated, as `partial_rotary_factor` says.
         names_on_disk: parts of the names of parameters and what they are on disk; several where there are several ways
             to store a model.
@@ -143,6 +144,7 @@ class CausalLM(EngineModel, ABC):
     layer_kinds: tuple[str, ...] = ("linear_attention", "full_attention")
     norm_offset: float = 0.0
     rotary_layers: str | None = None
+    is_rotated: bool = True
     rotates_partly: bool = False
     names_on_disk: tuple[Mapping[str, str], ...] = ({},)
     parts_on_disk: tuple[Callable[[str, Any], Layouts | None], ...] = ()
@@ -214,8 +216,8 @@ class CausalLM(EngineModel, ABC):
 
     @classmethod
     def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary; 0: none is."""
-        return head_dim_of(config)
+        """Return the size of a head that is rotated; 0: none is."""
+        return head_dim_of(config) if cls.is_rotated else 0
 
     def tie_head(self) -> None:
         """Share the embedding's weight with the head."""

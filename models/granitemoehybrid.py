@@ -65,5 +65,5 @@ class GraniteMoeHybridForCausalLM(CausalLM):
 
     @classmethod
     def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary; 0: none is."""
+        """Return the size of a head that is rotated; 0: none is."""
         return head_dim_of(config) if config.position_embedding_type == "rope" else 0

@@ -17,6 +17,7 @@ from hybrid.models.moe import ExpertRouter, Experts, ExpertsOnDisk, MoE
 class JambaForCausalLM(CausalLM):
     """Jamba with its head: of a `JambaConfig`."""
 
+    is_rotated = False
     names_on_disk = ({"model.norm.": "model.final_layernorm.", ".mamba.dt_bias": ".mamba.dt_proj.bias"},)
     parts_on_disk = (ExpertsOnDisk("num_experts", "intermediate_size"),)
 
@@ -34,8 +35,3 @@ class JambaForCausalLM(CausalLM):
         else:
             part = MLP(size, inner)
         return mixer, Block("pre_ff_layernorm", feed_forward=part)
-
-    @classmethod
-    def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary: none is."""
-        return 0

@@ -65,6 +65,7 @@ class KimiDeltaAttention(ConvolvedMixer):
         self.ones: dict[torch.dtype, Tensor] = {}
         self.conv1d = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
         self.state_shape = (heads, self.head_dim, self.head_dim)
+        self.parts = ((inner, self.head_dim),) * 3
         self.A_log = weight(*rates)
         self.dt_bias = weight(inner)
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -90,10 +91,6 @@ class KimiDeltaAttention(ConvolvedMixer):
         """Compute the rule for decoded tokens."""
         y: Tensor = _computes(inputs[0]).kda_step(*inputs, self.states(state), steps.read, steps.write)
         return y
-
-    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
-        """Split what the convolution gives into queries, keys and values by head."""
-        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in convolved.chunk(3, dim=-1))
 
     def _decays(self, x: Tensor) -> Tensor:
         """The logs of the decays, `[T, heads, head_dim]` fp32, of their projection."""

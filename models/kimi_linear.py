@@ -21,6 +21,7 @@ BIAS = {".gate.choice_bias": ".gate.e_score_correction_bias"}
 class KimiLinearForCausalLM(CausalLM):
     """Kimi Linear with its head: of a `KimiLinearConfig`."""
 
+    is_rotated = False
     names_on_disk: tuple[Mapping[str, str], ...] = (BIAS, {**BIAS, ".mlp.": ".block_sparse_moe."})
     parts_on_disk = (
         ExpertsOnDisk("num_local_experts", "moe_intermediate_size", NUMBERED),
@@ -50,25 +51,10 @@ class KimiLinearForCausalLM(CausalLM):
         """Make the mixer of a full-attention layer."""
         return LatentAttention(config)
 
-    @classmethod
-    def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary: none is."""
-        return 0
-
 
 def experts(config: Any) -> nn.Module:
     """Make routed experts in groups, and a shared one without a gate, of a configuration with the names of
     DeepSeek's."""
     size, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_local_experts
-    router = SigmoidRouter(
-        size,
-        count,
-        config.num_experts_per_tok,
-        config.norm_topk_prob,
-        config.routed_scaling_factor,
-        has_bias=True,
-        least=1e-20,
-        groups=config.n_group,
-        top_groups=config.topk_group,
-    )
-    return MoE(router, Experts(size, inner, count), MLP(size, config.n_shared_experts * inner))
+    shared = MLP(size, config.n_shared_experts * inner)
+    return MoE(SigmoidRouter(config, count), Experts(size, inner, count), shared)

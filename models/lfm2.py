@@ -84,13 +84,5 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         """Make the feed-forward part of a layer: dense in the first ones."""
         if index < config.num_dense_layers:
             return MLP(config.hidden_size, config.intermediate_size)
-        router = SigmoidRouter(
-            config.hidden_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            config.routed_scaling_factor,
-            has_bias=config.use_expert_bias,
-            least=1e-6,
-        )
+        router = SigmoidRouter(config, config.num_experts, least=1e-6, has_bias=config.use_expert_bias)
         return MoE(router, Experts(config.hidden_size, config.moe_intermediate_size, config.num_experts))

@@ -112,7 +112,7 @@ class Mamba2(ConvolvedMixer):
         self.sizes: Mamba2Sizes = sizes
         inner, shared, heads = sizes.inner, sizes.shared, sizes.heads
         self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, heads)
-        self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
+        self.parts = ((inner, sizes.head_dim), (shared, sizes.state_size), (shared, sizes.state_size))
         self.in_proj = Linear(sizes.size, sum(self.widths), sizes.in_bias)
         self.conv1d = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
         self.state_shape = (heads, sizes.state_size, sizes.head_dim)
@@ -151,18 +151,11 @@ class Mamba2(ConvolvedMixer):
         skipped: Tensor = computes.add_skip(y, values, self.D)
         return skipped
 
-    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
-        """Split what the convolution gives into values, B and C."""
-        values, *shared = convolved.split(self.inner_widths, dim=-1)
-        groups = (self.sizes.groups, self.sizes.state_size)
-        heads = (self.sizes.heads, self.sizes.head_dim)
-        return values.unflatten(-1, heads), *(part.unflatten(-1, groups) for part in shared)
-
     def _factors(self, like: Tensor) -> Tensor:
         """The factors of the input projection, in the type of what it gives, computed once."""
         if self.factors is None:
             assert self.sizes.scales is not None
-            widths = (self.sizes.inner, *self.inner_widths, self.sizes.heads)
+            widths = (self.sizes.inner, *(width for width, _ in self.parts), self.sizes.heads)
             each = [like.new_full((width,), scale) for width, scale in zip(widths, self.sizes.scales, strict=True)]
             self.factors = torch.cat(each)
         return self.factors

@@ -107,6 +107,8 @@ class ConvolvedMixer(StateMixer):
         has_silu: the convolution ends with a silu.
         has_kernel: on a GPU the convolution of prompts is computed by a kernel.
         state_shape: of the state of the rule; None: there is no rule.
+        parts: of each input of the rule that the convolution gives its width, and the size of one of its heads; empty:
+            it gives one input, without heads.
         conv1d: the weight of the convolution.
         A_log: the logarithm of what `decays` are computed from, if the rule has them.
         rate: what `decays` returns, once it is computed.
@@ -115,6 +117,7 @@ class ConvolvedMixer(StateMixer):
     has_silu: bool = True
     has_kernel: bool = False
     state_shape: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, int], ...] = ()
     conv1d: DepthwiseWeight
     A_log: nn.Parameter
     rate: Tensor | None = None
@@ -131,7 +134,7 @@ class ConvolvedMixer(StateMixer):
         """Compute the rule for prompts.
 
         Args:
-            inputs: what the convolution gives, in parts (`split`), and the other inputs.
+            inputs: what the convolution gives, in its parts, and the other inputs.
         """
         return inputs[0]
 
@@ -140,8 +143,11 @@ class ConvolvedMixer(StateMixer):
         return inputs[0]
 
     def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
-        """Split what the convolution gives into the inputs of the rule."""
-        return (convolved,)
+        """Split what the convolution gives into the inputs of the rule, `[T, heads, size]`."""
+        if not self.parts:
+            return (convolved,)
+        each = zip(convolved.split([width for width, _ in self.parts], dim=-1), self.parts, strict=True)
+        return tuple(part.unflatten(-1, (-1, size)) for part, (_, size) in each)
 
     def prefill(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """Compute the convolution and the rule for prompts: the first of `inputs` is convolved."""

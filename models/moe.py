@@ -53,31 +53,19 @@ class SigmoidRouter(ExpertRouter):
     """Chooses experts by the logistic function of their logits, each by itself, plus a bias that only the choice sees.
 
     Args:
-        size, num_experts, top_k: as of `ExpertRouter`.
-        normalise: whether a token's weights are divided by their sum.
-        factor: of the weights.
-        has_bias: there is a bias of the choice.
+        config: says how they are chosen, by the names of DeepSeek's: `routed_scaling_factor` is a factor of the
+            weights, and of `n_group` groups of experts of equal sizes, if there are any, the `topk_group` with the
+            highest sum of two experts are chosen from.
+        num_experts: experts to choose from.
         least: is added to the sum of the weights.
-        groups, top_groups: experts are in groups of equal sizes, of which those with the highest sum of two experts
-            are chosen from.
+        has_bias: there is a bias of the choice.
     """
 
-    def __init__(
-        self,
-        size: int,
-        num_experts: int,
-        top_k: int,
-        normalise: bool,
-        factor: float,
-        has_bias: bool,
-        least: float,
-        groups: int = 1,
-        top_groups: int = 1,
-    ) -> None:
-        super().__init__(size, num_experts, top_k, normalise)
-        self.factor: float = factor
-        self.least: float = least
-        self.groups: tuple[int, int] = (groups, top_groups)
+    def __init__(self, config: Any, num_experts: int, least: float = 1e-20, has_bias: bool = True) -> None:
+        super().__init__(config.hidden_size, num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+        self.factor: float = config.routed_scaling_factor
+        self.least = least
+        self.groups: tuple[int, int] = (getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
         self.choice_bias = weight(num_experts) if has_bias else None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

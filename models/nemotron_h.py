@@ -40,19 +40,9 @@ class NemotronExperts(MoE):
 
     def __init__(self, config: Any) -> None:
         size, count, latent = config.hidden_size, config.n_routed_experts, config.moe_latent_size
-        router = SigmoidRouter(
-            size,
-            count,
-            config.num_experts_per_tok,
-            config.norm_topk_prob,
-            config.routed_scaling_factor,
-            has_bias=True,
-            least=1e-20,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-        )
         experts = UngatedExperts(latent or size, config.moe_intermediate_size, count)
-        super().__init__(router, experts, UngatedMLP(config, config.moe_shared_expert_intermediate_size))
+        shared = UngatedMLP(config, config.moe_shared_expert_intermediate_size)
+        super().__init__(SigmoidRouter(config, count), experts, shared)
         self.has_latent = latent is not None
         if self.has_latent:
             self.fc1_latent_proj = Linear(size, latent, config.mlp_bias)
@@ -86,6 +76,7 @@ def sizes_of(config: Any) -> Mamba2Sizes:
 class NemotronHForCausalLM(CausalLM):
     """Nemotron-H with its head: of a `NemotronHConfig`. Its layers for multi-token prediction are not supported."""
 
+    is_rotated = False
     names_on_disk = (IN_MEMORY, {**IN_MEMORY, "model.": "backbone."})
     parts_on_disk = (
         ExpertsOnDisk(
@@ -103,11 +94,6 @@ class NemotronHForCausalLM(CausalLM):
         else:
             part = NemotronExperts(config) if kind == "moe" else UngatedMLP(config, config.intermediate_size)
         return (Block("norm", mixer=part),)
-
-    @classmethod
-    def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary: none is."""
-        return 0
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:

@@ -35,10 +35,10 @@ class OlmoDeltaNet(ConvolvedMixer):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, heads = config.hidden_size, config.linear_num_value_heads
-        self.key_dim: int = config.linear_key_head_dim
-        self.value_dim: int = config.linear_value_head_dim
-        keys, values = config.linear_num_key_heads * self.key_dim, heads * self.value_dim
-        self.widths: tuple[int, int, int] = (keys, keys, values)
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.linear_num_key_heads * key_dim, heads * value_dim
+        self.state_shape = (heads, key_dim, value_dim)
+        self.parts = ((keys, key_dim), (keys, key_dim), (values, value_dim))
         self.most: float = 2.0 if config.linear_allow_neg_eigval else 1.0
         self.q_proj = Linear(size, keys)
         self.k_proj = Linear(size, keys)
@@ -48,10 +48,9 @@ class OlmoDeltaNet(ConvolvedMixer):
         self.b_proj = Linear(size, heads)
         self.inputs = Projections(self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj)
         self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
-        self.state_shape = (heads, self.key_dim, self.value_dim)
         self.A_log = weight(heads)
         self.dt_bias = weight(heads)
-        self.o_norm = GatedRMSNorm(self.value_dim, 1e-5)
+        self.o_norm = GatedRMSNorm(value_dim, 1e-5)
         self.o_proj = Linear(values, size)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -60,7 +59,7 @@ class OlmoDeltaNet(ConvolvedMixer):
         mixed = torch.cat((q, k, v), dim=-1)
         g, beta = kernels.delta_gates(a, b, self.decays(), self.dt_bias)
         y = self.mix((mixed, g, beta * self.most), context)
-        return self.o_proj(self.o_norm(y, gate.unflatten(-1, (-1, self.value_dim))).flatten(1), context.batch)
+        return self.o_proj(self.o_norm(y, gate.unflatten(-1, y.shape[1:])).flatten(1), context.batch)
 
     def rule(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """Compute the rule for prompts: `inputs` are queries, keys, values and gates."""
@@ -73,12 +72,6 @@ class OlmoDeltaNet(ConvolvedMixer):
         rule = _computes(inputs[0]).recurrent_gated_delta_rule
         y: Tensor = rule(*inputs, self.states(state), steps.read, steps.write)
         return y
-
-    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
-        """Split what the convolution gives into queries, keys and values by head."""
-        sizes = (self.key_dim, self.key_dim, self.value_dim)
-        parts = zip(convolved.split(self.widths, dim=-1), sizes, strict=True)
-        return tuple(part.unflatten(-1, (-1, size)) for part, size in parts)
 
 
 def _computes(x: Tensor) -> Any:
@@ -129,6 +122,6 @@ class OlmoHybridForCausalLM(CausalLM):
 
     @classmethod
     def rotated_dim(cls, config: Any) -> int:
-        """Return the size of a head whose positions are rotary; 0: none is."""
+        """Return the size of a head that is rotated; 0: none is."""
         rope = config.rope_parameters or {}
         return head_dim_of(config) if rope.get("rope_theta") is not None else 0

@@ -28,30 +28,27 @@ class GatedDeltaNet(ConvolvedMixer):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.key_heads: int = config.linear_num_key_heads
-        self.value_heads: int = config.linear_num_value_heads
-        self.key_dim: int = config.linear_key_head_dim
-        self.value_dim: int = config.linear_value_head_dim
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        self.widths: tuple[int, int, int] = (keys, keys, values)
+        heads = config.linear_num_value_heads
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.linear_num_key_heads * key_dim, heads * value_dim
+        self.state_shape = (heads, key_dim, value_dim)
+        self.parts = ((keys, key_dim), (keys, key_dim), (values, value_dim))
         self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
         self.in_proj_z = Linear(config.hidden_size, values)
-        self.in_proj_b = Linear(config.hidden_size, self.value_heads)
-        self.in_proj_a = Linear(config.hidden_size, self.value_heads)
+        self.in_proj_b = Linear(config.hidden_size, heads)
+        self.in_proj_a = Linear(config.hidden_size, heads)
         self.inputs = Projections(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
         self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
-        self.state_shape = (self.value_heads, self.key_dim, self.value_dim)
-        self.A_log = weight(self.value_heads)
-        self.dt_bias = weight(self.value_heads)
-        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
+        self.A_log = weight(heads)
+        self.dt_bias = weight(heads)
+        self.norm = GatedRMSNorm(value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, config.hidden_size)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         mixed, gate, a, b = self.inputs(x, context.batch)
-        gate = gate.unflatten(-1, (self.value_heads, self.value_dim))
         y = self.mix((mixed, a, b), context)
-        return self.out_proj(self.norm(y, gate).flatten(1), context.batch)
+        return self.out_proj(self.norm(y, gate.unflatten(-1, y.shape[1:])).flatten(1), context.batch)
 
     def rule(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """Compute the rule for prompts: `inputs` are queries, keys, values, and the rows of `a` and `b`."""
@@ -66,12 +63,6 @@ class GatedDeltaNet(ConvolvedMixer):
             *inputs, *rates, self.windows(state), self.states(state), steps.starts, steps.read, steps.write
         )
         return y
-
-    def split(self, convolved: Tensor) -> tuple[Tensor, ...]:
-        """Split what the convolution gives into queries, keys and values by head."""
-        q, k, v = convolved.split(self.widths, dim=-1)
-        keys = (self.key_heads, self.key_dim)
-        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (self.value_heads, self.value_dim))
 
 
 class GatedAttention(Attention):
