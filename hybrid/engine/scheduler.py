@@ -373,12 +373,12 @@ class Scheduler:
         self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
+        lease, request.lease = request.lease, None
         if request in self.running:
             self.running.remove(request)
         self.restoring.forget(request)
         if request.is_replay:
             request.finish_reason = "length"  # it is not resumed
-        lease, request.lease = request.lease, None
         if lease is not None:
             self.cache.close(lease)
         if self.drafting is not None:
