@@ -11,7 +11,7 @@ import hashlib
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybrid.checks import shown, text
@@ -167,24 +167,26 @@ def name_of_namespace(namespace: str) -> bytes:
     return hashlib.blake2b(namespace.encode(), digest_size=NAME_BYTES, person=b"hybrid prefix").digest()
 
 
-def names_after(last: bytes, ids: bytes | bytearray, page_bytes: int) -> list[bytes]:
+def names_after(last: bytes, ids: bytes | bytearray, page_bytes: int, start: int = 0) -> Iterator[bytes]:
     """Name the prefix up to the end of each whole page: blake2b, chained from page to page.
 
     Args:
         last: the name of what is before.
         ids: token ids as bytes.
         page_bytes: bytes of the token ids of a page.
+        start: byte of `ids` at which the first page begins.
     """
-    names = []
-    for start in range(0, len(ids) - page_bytes + 1, page_bytes):
-        last = hashlib.blake2b(last + ids[start : start + page_bytes], digest_size=NAME_BYTES).digest()
-        names.append(last)
-    return names
+    new = hashlib.blake2b(digest_size=NAME_BYTES).copy  # faster than to make one for each page
+    for at in range(start, len(ids) - page_bytes + 1, page_bytes):
+        page = new()
+        page.update(last + ids[at : at + page_bytes])
+        last = page.digest()
+        yield last
 
 
 def names_of(ids: bytes, namespace: str, page_bytes: int) -> list[bytes]:
     """Name the prefixes of token ids from their beginning; arguments as those of `names_after`."""
-    return names_after(name_of_namespace(namespace), ids, page_bytes)
+    return [*names_after(name_of_namespace(namespace), ids, page_bytes)]
 
 
 def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, step: int, limit: int) -> int:

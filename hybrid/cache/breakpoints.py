@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from hybrid.cache.names import name_at
 from hybrid.cache.pins import Pin, Pins
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import Key
@@ -71,7 +70,7 @@ class Breakpoints:
                 self._end_oldest(max(sizes, key=sizes.__getitem__))
                 continue
             assert pin is not None
-            self._held[name_at(node, node.end)] = _Held(pin, tenant, ttl)
+            self._held[self._tree.names.at(node, node.end)] = _Held(pin, tenant, ttl)
             return True
 
     def use(self, key: Key, num_tokens: int) -> None:
@@ -85,7 +84,7 @@ class Breakpoints:
         return node if node is not None and node.end == num_tokens else None
 
     def _use(self, node: Node, ttl: float) -> bool:
-        name = name_at(node, node.end)
+        name = self._tree.names.at(node, node.end)
         held = self._held.get(name)
         if held is None or held.pin not in self._pins:
             return False

@@ -53,7 +53,7 @@ from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.hints import NO_HINTS, Hints, check_hints
 from hybrid.interrupts import deferred
-from hybrid.key import TOKEN_BYTES, Key, check_key, names_of
+from hybrid.key import Key, check_key
 from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -738,14 +738,13 @@ class HybridCache:
         a pass that resumed from them gave NaN or infinity. Pins of them end. What a running request holds stays until
         that gives it back."""
         with self.bookkeeping():
+            found = self.tree.peek(key, num_tokens)
+            names = self.tree.names.of(key, num_tokens, found.deepest, found.num_page_tokens)
             nodes = self.tree.nodes_beyond(key, num_tokens, 0)
             self.pins.remove_on({*nodes})
             with self.tiers.discarding_evicted() if self.tiers is not None else nullcontext():
                 self.allocator.evict(partial(self.tree.evict_nodes, nodes, 0))
             if self.tiers is not None:
-                names = names_of(
-                    key.ids[: num_tokens * TOKEN_BYTES], key.namespace, self.config.page_size * TOKEN_BYTES
-                )
                 self.tiers.drop((kind, name) for name in names for kind in (PAGE, CHECKPOINT))
             self._stats.dropped_hits += 1
 

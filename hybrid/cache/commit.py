@@ -122,9 +122,7 @@ class Committer:
         start = lease.shared_node
         pages = lease.block_table[: num_tokens // self._tree.page_size]
         past = lease.lost.get(num_tokens)
-        inserted = self._tree.insert(
-            key, num_tokens, pages, checkpoint, start, past, lease.hashes, lease.tenant, lease.path
-        )
+        inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, past, lease.tenant, lease.path)
         lease.lost.pop(num_tokens, None)
         if checkpoint is not None and inserted.adopted:
             lease.num_written = max(lease.num_written, num_tokens)

@@ -10,7 +10,7 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.restoring import Restoring
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, KeyHashes, Lock, Node, NodeUsage, PageLock, StateLock
+from hybrid.tree.node import Checkpoint, Lock, Node, NodeUsage, PageLock, StateLock
 from hybrid.tree.paths import Path
 
 
@@ -36,7 +36,6 @@ class Lease:
         num_input: tokens of its prompt.
         lost: usage of checkpoints on its path that were evicted, or not admitted, by their number of tokens. The next
             commit enters it in the tree.
-        hashes: of its key, as far as they were computed when it was opened.
         back: the second slot of the ping-pong pair, if it has one: the state after `back_tokens` tokens.
         captured: checkpoints that the pass in flight writes, or that wait to be committed.
         restoring: what is being restored for it; until that ends it can only be closed. None: nothing is.
@@ -62,7 +61,6 @@ class Lease:
     path: Path | None = None
     num_input: int = 0
     lost: dict[int, NodeUsage] = field(default_factory=dict)
-    hashes: KeyHashes | None = None
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)

@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
 from hybrid.cache.stats import CacheStats
-from hybrid.key import TOKEN_BYTES, Key, names_of
+from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, clear_inconsistent
 from hybrid.tiers.value import Reuse, Savings
+from hybrid.tree.names import Names
 from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
 
@@ -123,6 +123,7 @@ class Offloader:
         self._sizes = sizes
         self._page_size = page_size
         self._stats = stats
+        self._names = Names(page_size)
         self._tree: Tree | None = None
         self._is_discarding = False
         self._is_ending = False
@@ -156,10 +157,10 @@ class Offloader:
             self.reuse.count_evicted(usage, group)
             self._offer(
                 EvictedUnit(
-                    name=(CHECKPOINT, name_at(node, node.end)),
+                    name=(CHECKPOINT, self._names.at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
                     read=partial(_read, self._memory.contents.fetch_checkpoint, slot),
-                    path=partial(names_upward, node, node.end),
+                    path=partial(self._names.upward, node, node.end),
                     note=note,
                 )
             )
@@ -173,7 +174,7 @@ class Offloader:
         try:
             fetch, size, end, pages = self._memory.contents.fetch_page, self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
-                name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
+                name, path = (PAGE, self._names.at(node, end)), partial(self._names.upward, node, end - size)
                 self._offer(EvictedUnit(name, self._sizes.page, partial(_read, fetch, page), path))
                 end -= size
         except Exception as error:  # they are evicted without a copy
@@ -245,7 +246,8 @@ class Offloader:
         """
         assert self._tree is not None
         key, end = boundary.key, boundary.num_tokens // self._page_size
-        names = names_of(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
+        found = self._tree.peek(key, boundary.num_tokens)
+        names = self._names.of(key, boundary.num_tokens, found.deepest, found.num_page_tokens)
         usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn)
         kind, group = boundary.kind.value, f"{boundary.kind.value} last 0"
         note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)

@@ -158,7 +158,7 @@ class Opener:
     def _use(self, lease: Lease, limit: int, found: Match, past: PrefixHistory) -> None:
         """Count the use of what was found, and of what is gone."""
         self.tree.touch(found)
-        lease.turn, lease.lost, lease.hashes = past.turn, past.gone, past.hashes
+        lease.turn, lease.lost = past.turn, past.gone
         lease.path = self.tree.report_misses(found, past, limit)
         lease.num_input = limit + 1
         known = lease.key.whole(past.num_tokens, self.tree.grid)

@@ -20,7 +20,7 @@ from hybrid.cache.restorer import Boundary, RestoreOutcome, Restorer
 from hybrid.cache.restoring import Candidate, Restoring
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
-from hybrid.key import TOKEN_BYTES, Key, names_of
+from hybrid.key import Key
 from hybrid.memory.copies import Uploads
 from hybrid.memory.memory import UnitSizes
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Reading, Restored, Tier, UnavailableError
@@ -99,7 +99,8 @@ class Restores:
             return None
         found = self._tree.peek(key, limit)
         first = found.num_page_tokens // self._page_size
-        for candidate in self._candidates(key, self._names(key), first, found.num_tokens, limit):
+        names = self._tree.names.of(key, limit, found.deepest, found.num_page_tokens)
+        for candidate in self._candidates(key, names, first, found.num_tokens, limit):
             saved = (candidate.num_tokens - found.num_tokens) * self._tiers.savings.compute.value
             if saved > candidate.seconds:
                 return disk.read_ahead(candidate.names[disk]) if disk in candidate.names else None
@@ -121,7 +122,7 @@ class Restores:
         if all(tier.is_empty for tier in self._tiers.places):
             return
         try:
-            names = self._names(lease.key)
+            names = self._tree.names.of(lease.key, limit, lease.shared_node, lease.num_shared * self._page_size)
             candidates = self._candidates(lease.key, names, lease.num_shared, lease.num_hit_tokens, limit)
             restoring = Restoring(names, limit, candidates, self._why_missing(names, lease.num_hit_tokens, limit))
             self._choose(lease, restoring)
@@ -234,9 +235,6 @@ class Restores:
         return Restored(candidate.label, saved, candidate.num_bytes, seconds, waited, restoring.refused)
 
     # What there is
-
-    def _names(self, key: Key) -> list[bytes]:
-        return names_of(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
 
     def _why_missing(self, names: list[bytes], hit: int, limit: int) -> str:
         """Say why a checkpoint beyond a hit is not there, of the deepest of which that is known; empty if of none."""

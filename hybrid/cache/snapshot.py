@@ -33,7 +33,7 @@ def take_snapshot(tree: Tree, stats: CacheStats, tiers: Tiers | None = None) -> 
         parent = node.parent
         assert parent is not None
         places[id(node)] = len(nodes)
-        holders = () if tiers is None else tiers.holders(node)
+        holders = () if tiers is None else tiers.holders(tree.names.at(node, node.end))
         nodes.append(_view(tree, node, places.get(id(parent), -1), namespace, holders))
     page_bytes, checkpoint_bytes = stats.page_bytes, stats.checkpoint_bytes
     num_bytes = stats.pages_cached * page_bytes + stats.checkpoints * checkpoint_bytes

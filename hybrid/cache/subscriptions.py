@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from weakref import WeakMethod
 
-from hybrid.cache.names import complete, name_at
 from hybrid.events.change import CHECKPOINT, DEVICE, DISK, EVERYTHING, HOST, PAGES, Change
 from hybrid.events.feed import Feed
-from hybrid.key import NAME_BYTES, TOKEN_BYTES, name_of_namespace
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.tier import Note
-from hybrid.tree.node import Node, Root
+from hybrid.tree.names import ids_between
+from hybrid.tree.node import Node
 from hybrid.tree.tree import Tree
 
 
@@ -96,13 +95,12 @@ class Subscriptions:
 
     def checkpoint(self, node: Node) -> None:
         """Record that the checkpoint of a node is about to be evicted."""
-        self._add(Change(False, CHECKPOINT, name_at(node, node.end), node.end))
+        assert self._tree is not None
+        self._add(Change(False, CHECKPOINT, self._tree.names.at(node, node.end), node.end))
 
     def pages(self, node: Node, num_kept: int) -> None:
         """Record that the pages of a node after the first `num_kept` are about to be evicted."""
-        run = node.run
-        first = (node.start - run.start) // run.page_size + num_kept
-        self._add(Change(False, PAGES, bytes(_names(node)[first * NAME_BYTES :]), node.end))
+        self._add(Change(False, PAGES, self._names(node, node.start + num_kept * node.run.page_size), node.end))
 
     def copy(self, tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> None:
         """Record that a copy of a checkpoint has come to a tier, or goes."""
@@ -111,22 +109,21 @@ class Subscriptions:
     # What there is
 
     def _pages(self, node: Node, start: int) -> Change:
-        run, names = node.run, _names(node)
-        at = start - run.start
-        first = at // run.page_size * NAME_BYTES
-        if at:
-            parent = bytes(names[first - NAME_BYTES : first])
-        else:
-            above = run.nodes[0].parent
-            assert above is not None
-            parent = name_of_namespace(above.namespace) if isinstance(above, Root) else name_at(above, start)
-        ids = bytes(run.ids[at * TOKEN_BYTES : (node.end - run.start) * TOKEN_BYTES])
-        return Change(True, PAGES, bytes(names[first:]), node.end, DEVICE, self._page_bytes, None, parent, ids)
+        assert self._tree is not None
+        names, parent = self._names(node, start), self._tree.names.at(node, start)
+        ids = ids_between(node.run, start, node.end)
+        return Change(True, PAGES, names, node.end, DEVICE, self._page_bytes, None, parent, ids)
+
+    def _names(self, node: Node, start: int) -> bytes:
+        """The names at the ends of a node's pages after `start` tokens."""
+        assert self._tree is not None
+        return b"".join(self._tree.names.between(node, start, node.end, self._tree.page_size))
 
     def _checkpoint(self, node: Node) -> Change:
         assert self._tree is not None
         value = self._tree.candidates.value(node) if self._with_values else None
-        return Change(True, CHECKPOINT, name_at(node, node.end), node.end, DEVICE, self._checkpoint_bytes, value)
+        name = self._tree.names.at(node, node.end)
+        return Change(True, CHECKPOINT, name, node.end, DEVICE, self._checkpoint_bytes, value)
 
     def _all(self) -> Iterator[Change]:
         assert self._tree is not None
@@ -147,12 +144,3 @@ class Subscriptions:
 def _copy(tier: str, born: bool, name: bytes, note: Note | None, num_bytes: int) -> Change:
     """Describe the birth of a copy of a checkpoint, or its death."""
     return Change(born, CHECKPOINT, name, note.end if note is not None else 0, tier, num_bytes)
-
-
-def _names(node: Node) -> bytearray:
-    """List the names of the pages of a node's run up to its end."""
-    run = node.run
-    last = (node.end - run.start) // run.page_size * NAME_BYTES
-    if len(run.names) < last:
-        complete(run, node.end)
-    return run.names[:last]

@@ -11,7 +11,6 @@ import torch
 
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.fingerprints import fingerprint_named
-from hybrid.cache.names import name_at
 from hybrid.cache.offloader import Offloader
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
@@ -24,7 +23,6 @@ from hybrid.tiers.folder import Origin
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.tier import CHECKPOINT, Name, Tier
 from hybrid.tiers.value import Reuse, Savings
-from hybrid.tree.node import Node
 from hybrid.units import format_bytes
 
 COMPUTE = 1e-4
@@ -71,10 +69,9 @@ class Tiers:
         self.offloader: Offloader = Offloader(host, disk, savings, memory, sizes, config.page_size, stats)
         self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 
-    def holders(self, node: Node) -> tuple[str, ...]:
-        """Labels of the tiers that have the checkpoint at a node's end, fastest first."""
-        name = CHECKPOINT, name_at(node, node.end)
-        return tuple(tier.label for tier in self.places if name in tier)
+    def holders(self, name: bytes) -> tuple[str, ...]:
+        """Labels of the tiers that have the checkpoint of a prefix, fastest first."""
+        return tuple(tier.label for tier in self.places if (CHECKPOINT, name) in tier)
 
     @contextmanager
     def discarding(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.memory import smallest_memory
-from hybrid.tree.node import Checkpoint, KeyHashes, Kind, Match, Node, NodeUsage, PageLock, Released, StateLock
+from hybrid.tree.node import Checkpoint, Kind, Match, Node, NodeUsage, PageLock, Released, StateLock
 from hybrid.tree.paths import Path
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
@@ -60,7 +60,6 @@ class OwnRunning:
         "captured",
         "computed",
         "has_state",
-        "hashes",
         "hit",
         "key",
         "lock",
@@ -87,7 +86,6 @@ class OwnRunning:
         self.has_state: bool = False
         self.turn: int = 0
         self.path: Path | None = None
-        self.hashes: KeyHashes | None = None
 
     @property
     def node(self) -> Node | None:
@@ -252,7 +250,7 @@ class OwnCache:
         tree.use_clock(None if seconds is None else lambda: seconds)
         tree.touch(found)
         past = tree.recall(key, found, num_input - 1)
-        running.turn, running.lost, running.hashes = past.turn, past.gone, past.hashes
+        running.turn, running.lost = past.turn, past.gone
         running.path = tree.report_misses(found, past, num_input - 1)
         known = past.num_tokens // GRID * GRID
         branch = known if known > max(found.num_tokens, found.branching_len or 0) else found.branching_len
@@ -359,7 +357,6 @@ class OwnCache:
             checkpoint,
             below,
             running.lost.pop(end, None),
-            running.hashes,
             path=running.path,
         )
         if checkpoint is not None and not inserted.adopted:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybrid.key import Key
-from hybrid.tree.node import KeyHashes, Kind, Match, Node, NodeUsage, PrefixHistory
+from hybrid.tree.node import Kind, Match, Node, NodeUsage, PrefixHistory
 from hybrid.tree.paths import Path
 from hybrid.tree.tree import Tree
 from hybrid.units import anchors
@@ -26,14 +26,12 @@ class StateOrigin(NamedTuple):
         kind: why it was put there.
         turn: number of turn ends before it on its path.
         past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
-        hashes: of its key, as far as they were computed.
         path: what the policy knows its request by; None: times are not known.
     """
 
     kind: Kind
     turn: int
     past: NodeUsage | None
-    hashes: KeyHashes | None = None
     path: Path | None = None
 
 
@@ -139,7 +137,7 @@ class Visits:
         if known is None:
             return StateOrigin(kind, 0, None)
         history, path = known
-        return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes, path)
+        return StateOrigin(kind, history.turn, history.gone.get(num_tokens), path)
 
     def admit(
         self, key: Key, num_tokens: int, origin: StateOrigin, tails_help: bool, priority: int = 0
@@ -181,7 +179,7 @@ class Visits:
         history = self._tree.recall(key, found, len(key))
         self._tree.report_misses(found, history, len(key))
         kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END
-        return StateOrigin(kind, history.turn, history.gone.get(len(key)), history.hashes)
+        return StateOrigin(kind, history.turn, history.gone.get(len(key)))
 
 
 def dfs_weight_order(nodes: Sequence[Node | None]) -> list[int]:

@@ -24,6 +24,7 @@ from hybrid.mirror.visits import Visits, dfs_weight_order
 from hybrid.sglang.handles import Handles
 from hybrid.sglang.options import CLASSIC, Options, policy_named, refuse_unsupported
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of, prices_of
+from hybrid.tree.names import Names
 from hybrid.tree.node import Checkpoint, Kind, Match, Node, Released
 from hybrid.tree.sessions import Sessions
 from hybrid.tree.tree import Tree
@@ -112,6 +113,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             max_ghosts=MAX_GHOSTS if self._is_classic <= self.options.ghost_branches else 0,
             seed=self.options.seed,
             page_values=PageParts.of,
+            names=Names(self._grid * WORDS),
         )
         self._handles = Handles(self.tree.locks, self._handles_from)
         self._inserted: tuple[Any, int, int] | None = None
@@ -216,7 +218,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             past = self.tree.new_usage(arrival.kind, arrival.turn, arrival.path)
         value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
-        inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes, path=arrival.path)
+        inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, path=arrival.path)
         existing = inserted.num_existing // WORDS
         duplicated = range(params.prev_prefix_len, existing)
         handle = self._handles.of(inserted.node)

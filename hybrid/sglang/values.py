@@ -134,7 +134,7 @@ def between(start: int, node: Node | None, device: torch.device) -> torch.Tensor
         first, size = run.start, run.page_size
         overlaps = run.pages.overlaps((max(start, first) - first) // size, (node.end - first) // size)
         tensors[:0] = [part.view(low, high) for part, low, high in overlaps]
-        node = run.nodes[0].parent
+        node = run.parent
     return joined(tensors, device)
 
 

@@ -25,7 +25,7 @@ class Forest:
 
     Args:
         page_size: tokens per page.
-        grid: tokens between two positions at which prefixes are hashed.
+        name_step: tokens between two positions at which prefixes have names.
         page_values: makes a container of values of pages.
 
     Attributes:
@@ -35,9 +35,9 @@ class Forest:
         counters: unions of paths that follow the changes of nodes.
     """
 
-    def __init__(self, page_size: int, grid: int, page_values: Callable[..., PageValues] = page_ids) -> None:
+    def __init__(self, page_size: int, name_step: int, page_values: Callable[..., PageValues] = page_ids) -> None:
         self.page_size: int = page_size
-        self._grid = grid
+        self._name_step = name_step
         self._collect = page_values
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
@@ -73,7 +73,7 @@ class Forest:
         run, start = parent.run, parent.end
         end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
-            run = Run(start, self.page_size, ids, self._collect(pages))
+            run = Run(start, self.page_size, self._name_step, ids, self._collect(pages))
             leaf = Node(parent, run, start, end, usage, owner)
         else:
             leaf = Node(parent, run, start, end, usage, owner)
@@ -118,7 +118,7 @@ class Forest:
             return False
         (lower,) = upper.children.values()
         if lower.run is not upper.run:
-            upper.run.take_over(lower.run, self._grid)
+            upper.run.take_over(lower.run)
         run, first = upper.run, self._page_at(upper.run, upper.start)
         for counter in self.counters:
             if upper in counter.reasons:
@@ -149,8 +149,6 @@ class Forest:
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
         leaf.owner.num_pages -= num_pages
-        if leaf.run.digests:
-            self._forget_digests(leaf.run, leaf.end)
 
     def remove(self, leaf: Node, into: PageValues) -> Node:
         """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
@@ -165,8 +163,6 @@ class Forest:
         # Nothing can fail from here on.
         del parent.children[first]
         run.nodes.pop()
-        if run.digests:
-            self._forget_digests(run, start)
         self.num_pages -= num_pages
         leaf.owner.num_pages -= num_pages
         leaf.parent = None
@@ -174,9 +170,6 @@ class Forest:
             assert isinstance(parent, Root)
             del self.roots[parent.namespace]
         return parent
-
-    def _forget_digests(self, run: Run, num_tokens: int) -> None:
-        del run.digests[num_tokens // self._grid - run.start // self._grid :]
 
     # Checkpoints
 

@@ -104,26 +104,26 @@ class Run:
     Attributes:
         start: tokens from the root to where the run begins.
         page_size: tokens per page.
+        name_step: tokens between two positions with names.
         ids: bytes of the token ids of all edges; immutable until the run grows or is cut.
         pages: values of the pages of all edges.
         nodes: the nodes in order.
         stored: those of the nodes that own a checkpoint, in order.
-        digests: hashes of the path at the multiples of the grid after `start`, as far as `hybrid.tree.ghosts` has
-            needed them.
-        names: of the path at the end of each page, as far as tiers have needed them (`hybrid.cache.names`).
+        names: of the path at the multiples of `name_step` after `start`, as far as they were needed
+            (`hybrid.tree.names`).
         joined: the run that took over this one's nodes; None while it has its own.
     """
 
-    __slots__ = ("digests", "ids", "joined", "names", "nodes", "page_size", "pages", "start", "stored")
+    __slots__ = ("ids", "joined", "name_step", "names", "nodes", "page_size", "pages", "start", "stored")
 
-    def __init__(self, start: int, page_size: int, ids: bytes, pages: PageValues) -> None:
+    def __init__(self, start: int, page_size: int, name_step: int, ids: bytes, pages: PageValues) -> None:
         self.start: int = start
         self.page_size: int = page_size
+        self.name_step: int = name_step
         self.ids: bytes | bytearray = ids
         self.pages: PageValues = pages
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
-        self.digests: array[int] = array("Q")
         self.names: bytearray = bytearray()
         self.joined: Run | None = None
 
@@ -139,18 +139,25 @@ class Run:
             del self.pages[num_pages:]
             raise
 
-    def take_over(self, below: Run, grid: int) -> None:
+    @property
+    def parent(self) -> Node:
+        """The node that it continues."""
+        parent = self.nodes[0].parent
+        assert parent is not None
+        return parent
+
+    def num_names(self, num_tokens: int) -> int:
+        """Number of names up to a position."""
+        return num_tokens // self.name_step - self.start // self.name_step
+
+    def take_over(self, below: Run) -> None:
         """Append the run that continues this one's last node; its nodes are this one's from now on."""
-        num_digests, num_names = len(self.digests), len(self.names)
+        num_bytes = len(self.names)
         try:
-            if num_names == len(self.pages) * NAME_BYTES:
-                self.names += below.names
-            if num_digests == below.start // grid - self.start // grid:
-                self.digests += below.digests
+            self.names += below.names  # if there are any, this run has all of its own
             self.append(below.ids, below.pages)
         except BaseException:
-            del self.digests[num_digests:]
-            del self.names[num_names:]
+            del self.names[num_bytes:]
             raise
         # Nothing can fail from here on.
         self.nodes += below.nodes
@@ -164,8 +171,8 @@ class Run:
         """Remove the last `num_pages` pages with their ids, and append the pages to `into`: all of it, or nothing when
         it raises."""
         pages, num_kept = self.pages, len(self.pages) - num_pages
-        if self.names:
-            del self.names[num_kept * NAME_BYTES :]  # also where this raises: they are made again
+        if self.names:  # also where this raises: they are made again
+            del self.names[self.num_names(self.start + num_kept * self.page_size) * NAME_BYTES :]
         if not num_kept:
             empty = pages[:0]
             into.extend(pages)
@@ -191,9 +198,7 @@ class Run:
         """The first page of the path that the run is part of."""
         run = self.current
         while run.start:
-            above = run.nodes[0].parent
-            assert above is not None
-            run = above.run
+            run = run.parent.run
         page: int = run.pages[0]
         return page
 
@@ -277,8 +282,8 @@ class Node:
             if stored and stored[0].end < end:
                 last = stored[-1]
                 return last if last.end < end else stored[bisect_left(stored, end, key=end_of) - 1]
-            node = node.run.nodes[0].parent
-            end = node.end + 1 if node is not None else 0  # from here on its own checkpoint counts
+            node = node.run.parent
+            end = node.end + 1  # from here on its own checkpoint counts
         return None
 
 
@@ -307,18 +312,6 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, 0, None, None, None)
 
 
-class KeyHashes(NamedTuple):
-    """Hashes of prefixes of a key, at consecutive multiples of the grid.
-
-    Attributes:
-        first: number of blocks of the grid before the one that ends at the first of them.
-        values: the hashes.
-    """
-
-    first: int
-    values: array[int]
-
-
 class PrefixHistory(NamedTuple):
     """The part of a key that the tree has had, what was evicted included.
 
@@ -327,7 +320,6 @@ class PrefixHistory(NamedTuple):
         was_evicted: what follows the page hit was cached, and has been evicted.
         turn: number of turn ends on the path before the key's own.
         gone: usage of the evicted checkpoints beyond the usable hit, by their number of tokens.
-        hashes: of the key beyond the page hit, where they were needed.
         nearest: usage of the deepest checkpoint that is or was on the path; None: there was none.
     """
 
@@ -335,7 +327,6 @@ class PrefixHistory(NamedTuple):
     was_evicted: bool
     turn: int
     gone: dict[int, NodeUsage]
-    hashes: KeyHashes | None
     nearest: NodeUsage | None
 
 
@@ -380,7 +371,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str, usage: NodeUsage) -> None:
-        super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
+        super().__init__(None, Run(0, 1, 1, b"", array("i")), 0, 0, usage)
         self.namespace: str = namespace
 
 

@@ -26,19 +26,19 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from hybrid.errors import OwnershipError
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.key import NAME_BYTES, TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest, descend
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.guard import Guard
 from hybrid.tree.locks import Locks
+from hybrid.tree.names import Names
 from hybrid.tree.node import (
     NO_MATCH,
     NO_TENANT,
     Checkpoint,
     EvictedCheckpoint,
     Inserted,
-    KeyHashes,
     Kind,
     Lock,
     Match,
@@ -82,9 +82,11 @@ class Tree:
         priority_cap: steps of priority that count in comparison with checkpoints of other tenants.
         page_values: makes a container of values of pages (`hybrid.tree.values`).
         leaving: sees what is about to be evicted; None: nothing does.
+        names: names prefixes; None: those that end with a page, as `hybrid.key` does.
 
     Attributes:
         locks: what is protected from eviction, and how much.
+        names: those of its prefixes.
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
@@ -107,6 +109,7 @@ class Tree:
         priority_cap: int = 0,
         page_values: Callable[..., PageValues] = page_ids,
         leaving: Leaving | None = None,
+        names: Names | None = None,
     ) -> None:
         assert grid % page_size == 0
         self._page_values = page_values
@@ -115,7 +118,8 @@ class Tree:
         self._spacing = prices.anchor_spacing * page_size // grid * grid  # of anchors
         self.page_size = page_size
         self.grid = grid
-        self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
+        self.names: Names = names or Names(page_size)
+        self.ghosts: Ghosts = Ghosts(self.names, grid, max_ghosts)
         self.candidates: Candidates = Candidates(policy, prices, seed, priority_cap)
         if self.candidates.rhythm is not None:
             self.candidates.rhythm.shortest = self._spacing
@@ -124,7 +128,7 @@ class Tree:
         self.tenants: WeakValueDictionary[str, Tenant] = WeakValueDictionary()
         self._latest_tenant: tuple[str | None, Tenant] = None, NO_TENANT
         self._tenant_numbers = count(1)
-        self.forest: Forest = Forest(page_size, grid, page_values)
+        self.forest: Forest = Forest(page_size, self.names.step, page_values)
         self.locks: Locks = Locks(self.forest, self.candidates)
         self.lock_pages: Callable[..., PageLock] = self.locks.lock_pages
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
@@ -232,6 +236,11 @@ class Tree:
                 yield f"its run ends after it, with {len(run.pages)} pages"
             if [other for other in run.nodes if other.slot is not None] != run.stored:
                 yield "its run does not list the checkpoints of its nodes"
+            if len(run.names) > run.num_names(node.end) * NAME_BYTES:
+                yield "its run has names of more than its ids"
+            above = run.parent.run
+            if run.names and len(above.names) < above.num_names(run.start) * NAME_BYTES:
+                yield "its run has names, and the run above it lacks some"
         is_needless = len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint
         if is_needless:
             yield "a tombstone with one child that no lock and no lost checkpoint keeps apart"
@@ -317,7 +326,7 @@ class Tree:
         nothing."""
         page_hit = match.num_page_tokens
         following = (page_hit // self.grid + 1) * self.grid
-        known, evicted, hashes = self.ghosts.follow(key, match.deepest, page_hit, max(limit, following))
+        known, evicted = self.ghosts.follow(key, match.deepest, page_hit, max(limit, following))
         was_evicted = known > page_hit
         if known > limit:
             known, evicted = page_hit, []
@@ -333,7 +342,7 @@ class Tree:
         if nearest is None and match.checkpoint is not None:
             nearest = match.checkpoint.usage
         turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
-        return PrefixHistory(known, was_evicted, turn, gone, hashes, nearest)
+        return PrefixHistory(known, was_evicted, turn, gone, nearest)
 
     def report_misses(self, match: Match, past: PrefixHistory, limit: int) -> Path | None:
         """Report to the policy every use that a request would have made of a checkpoint that was evicted, once its
@@ -373,9 +382,7 @@ class Tree:
                 parts.append(run.pages[: (end - run.start) // page_size])
             if not run.start:
                 break
-            above = run.nodes[0].parent
-            assert above is not None
-            run, end = above.run, min(end, run.start)
+            run, end = run.parent.run, min(end, run.start)
         pages = parts.pop()
         for part in reversed(parts):
             pages.extend(part)
@@ -396,8 +403,8 @@ class Tree:
                 at = (start - num_tokens) // page_size
                 before[:0] = run.pages.exchange((start - run.start) // page_size, values[at:])
                 values, end = values[:at], start
-            if run.start and (above := run.nodes[0].parent) is not None:
-                run = above.run
+            if run.start:
+                run = run.parent.run
         return before
 
     def following(self, key: Key, limit: int) -> array[int]:
@@ -435,7 +442,6 @@ class Tree:
         checkpoint: Checkpoint | None = None,
         below: Node | None = None,
         past: NodeUsage | None = None,
-        hashes: KeyHashes | None = None,
         tenant: str | None = None,
         path: Path | None = None,
     ) -> Inserted:
@@ -449,7 +455,6 @@ class Tree:
             pages: values of the pages of `[0, num_tokens)` in order.
             below: a node on the key's path that the caller keeps locked: the search starts there.
             past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
-            hashes: of the key, if `recall` has computed them: they are not computed again when it is evicted.
             tenant: name of who inserts it, whose new pages are; None: that of the checkpoint, or the namespace.
             path: of its request, as `recall` gave it.
 
@@ -478,7 +483,7 @@ class Tree:
                 node = forest.split(lower, num_existing)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :]
-                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes, sender)
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, sender)
                 forest.roots[key.namespace] = root
             adopted = checkpoint is not None and node.slot is None
             if checkpoint is not None:
@@ -508,7 +513,6 @@ class Tree:
         pages: PageValues,
         usage: NodeUsage,
         below: Node | None,
-        hashes: KeyHashes | None,
         sender: Tenant,
     ) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
@@ -527,8 +531,6 @@ class Tree:
             grown = self.forest.add_leaf(node, ids, pages, usage, sender)
             if self.candidates.follows_changes:
                 self.candidates.changed(node)
-        if hashes is not None:
-            self.ghosts.keep(grown, hashes)
         return grown
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:

@@ -21,6 +21,7 @@ from hybrid.mirror.page_parts import PageParts
 from hybrid.mirror.pins import NamedPins
 from hybrid.mirror.visits import StateOrigin, Visits
 from hybrid.tree.lhd import LearnedHitDensity
+from hybrid.tree.names import Names, ids_as_names
 from hybrid.tree.node import Checkpoint, Kind, Lock, Node
 from hybrid.tree.policies import policy_of
 from hybrid.tree.sessions import Sessions
@@ -178,6 +179,7 @@ class Mirror:
             seed=self._options.seed,
             page_values=PageParts.of,
             leaving=self.counts,
+            names=Names(WORDS, ids_as_names),
         )
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)
@@ -523,8 +525,8 @@ class Mirror:
         below: Node | None,
         origin: StateOrigin | None,
     ) -> Node:
-        past, hashes, path = (origin.past, origin.hashes, origin.path) if origin is not None else (None, None, None)
-        inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, hashes, path=path)
+        past, path = (origin.past, origin.path) if origin is not None else (None, None)
+        inserted = self.tree.insert(key, len(blocks) * WORDS, blocks, checkpoint, below, past, path=path)
         num_existing = inserted.num_existing // WORDS
         self._owned.update(block.block_id for block in chain.from_iterable(blocks[num_existing:]))
         if num_existing > blocks.start:

@@ -1,8 +1,12 @@
-"""Prefixes of made-up pages, and changes of who has them."""
+"""Prefixes of made-up pages, changes of who has them, and names that are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hybrid.events import Change
+from hybrid.key import names_after
+from hybrid.tree.names import Chain
 
 PAGE = 4
 
@@ -18,3 +22,14 @@ def pages(names: list[bytes], born: bool = True) -> Change:
 
 def checkpoint(names: list[bytes], born: bool = True, tier: str = "device") -> Change:
     return Change(born, "checkpoint", names[-1], len(names) * PAGE, tier)
+
+
+def noted_in(named: list[bytes]) -> Chain:
+    """What names prefixes of a tree, and notes each name that it computes."""
+
+    def chain(last: bytes, ids: bytes | bytearray, page_bytes: int, start: int) -> Iterator[bytes]:
+        for name in names_after(last, ids, page_bytes, start):
+            named.append(name)
+            yield name
+
+    return chain

@@ -8,12 +8,12 @@ import pytest
 from hybrid.key import Key
 from hybrid.tree.candidates import MAX_NOTIFIED
 from hybrid.tree.forest import descend
-from hybrid.tree.ghosts import BlockHash
 from hybrid.tree.lhd import LearnedHitDensity
+from hybrid.tree.names import Names
 from hybrid.tree.node import Checkpoint, Node
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.tree import Tree
-from support.caches import TreeCase
+from support.prefixes import noted_in
 
 PAGE = 2
 
@@ -116,39 +116,17 @@ def test_locks_that_wait_to_be_counted_are_few(tree: Tree, lock: str, monkeypatc
     assert tree.locks.num_pages == 0
 
 
-def test_hashes_that_an_edge_has_in_part_are_not_continued_by_those_of_the_edge_that_is_joined_to_it() -> None:
-    """Another request had inserted more of the prompt in the time between its look-up and its commit."""
-    case = TreeCase(page_size=PAGE, grid=2 * PAGE)
-    case.put("zz")
-    case.tree.evict_all()
-    key = case.key("abcdefgh")
-    hashes = case.tree.recall(key, case.tree.peek(key, len(key)), len(key)).hashes
-    case.put("abcdx")
-    case.tree.insert(key, len(key), array("i", range(8)), hashes=hashes)
-    assert case.draw() == ["abcd o", "  efgh o", "  x o"]
-    case.tree.evict_pages(1)
-    assert case.draw() == ["abcdefgh o"]
-    case.tree.evict_all()
-    assert case.tree.recall(key, case.tree.peek(key, len(key)), len(key)).num_tokens == len(key)
-
-
-def test_hashes_of_edges_that_are_joined_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = TreeCase(page_size=PAGE, grid=PAGE)
-    case.put("zz")
-    case.tree.evict_all()
-    key = case.key("abcdefgh")
-    for first, text in ((0, "abcdx"), (4, "abcdefgh")):
-        own = case.key(text)
-        hashes = case.tree.recall(own, case.tree.peek(own, len(own)), len(own)).hashes
-        assert hashes is not None
-        assert hashes.first == first
-        case.tree.insert(own, len(own), array("i", range(len(text))), hashes=hashes)
-    case.tree.evict_pages(1)
-    assert case.draw() == ["abcdefgh o"]
-    hashed: list[int] = []
-    monkeypatch.setattr(BlockHash, "blocks", lambda self, ids, start=0: hashed.append(len(ids)))
-    case.tree.evict_all()
-    assert len(case.tree.ghosts) >= 8
-    assert hashed == []
-    monkeypatch.undo()
-    assert case.tree.recall(key, case.tree.peek(key, len(key)), len(key)).num_tokens == len(key)
+def test_names_of_edges_that_are_joined_are_kept() -> None:
+    named: list[bytes] = []
+    tree = Tree(PAGE, PAGE, LeastRecentlyUsed(), names=Names(PAGE, noted_in(named)))
+    shared = [*range(4 * PAGE)]
+    put(tree, Key.of([*shared, -1, -1]))
+    longer = Key.of([*shared, *range(100, 100 + 4 * PAGE)])
+    node = put(tree, longer).node
+    tree.names.at(node, node.end)
+    tree.evict_pages(1)
+    assert tree.peek(longer, len(longer)).deepest is node
+    assert (node.start, len(named)) == (0, 9)
+    tree.evict_all()
+    assert (len(tree.ghosts), len(named)) == (9, 9)
+    assert tree.recall(longer, tree.peek(longer, len(longer)), len(longer)).num_tokens == len(longer)

@@ -1,25 +1,20 @@
 """Ghosts: a prefix that has gone is known on the second sight, and a policy hears of hits that it made impossible."""
 
-import os
-import subprocess
-import sys
-from array import array
 from itertools import count
-from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.ghosts import BlockHash
+from hybrid.tree.names import Names
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.tree import Tree
 from support.caches import AuditedCache, TreeCase, audited_cache, key_of, serve, start
+from support.prefixes import noted_in
 
 pytestmark = pytest.mark.usefixtures("untraced")  # long runs through the lines of other tests
 
@@ -199,10 +194,10 @@ Prefix = tuple[str, tuple[int, ...]]
 class Life:
     """A random life of a tree, beside the set of all prefixes on the grid whose last page has gone."""
 
-    def __init__(self, seed: int, page_size: int, grid: int) -> None:
+    def __init__(self, seed: int, page_size: int, grid: int, step: int) -> None:
         self.random = Random(seed)
         self.page_size, self.grid = page_size, grid
-        self.tree = Tree(page_size, grid, LeastRecentlyUsed(), max_ghosts=10**6)
+        self.tree = Tree(page_size, grid, LeastRecentlyUsed(), max_ghosts=10**6, names=Names(step))
         self.pages: dict[int, Prefix] = {}
         self.gone: set[Prefix] = set()
         self._page, self._slot = count(), count(1)
@@ -253,9 +248,13 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("page_size", "grid"), [(1, 1), (1, 4), (2, 4), (2, 2), (4, 8)])
-def test_ghosts_know_what_a_set_of_all_prefixes_that_have_gone_knows(page_size: int, grid: int, seed: int) -> None:
-    life, told = Life(seed, page_size, grid), 0
+@pytest.mark.parametrize(
+    ("page_size", "grid", "step"), [(1, 1, 1), (1, 4, 1), (1, 4, 4), (2, 4, 2), (2, 2, 2), (4, 8, 8)]
+)
+def test_ghosts_know_what_a_set_of_all_prefixes_that_have_gone_knows(
+    page_size: int, grid: int, step: int, seed: int
+) -> None:
+    life, told = Life(seed, page_size, grid, step), 0
     for _ in range(400):
         action = life.random.random()
         if action < 0.35:
@@ -298,116 +297,43 @@ def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepes
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many blocks were hashed, call by call, where a block is a page of two tokens."""
-    counts: list[int] = []
-
-    def counted(hashes: BlockHash, ids: bytes, start: int = 0) -> np.ndarray:
-        counts.append((len(ids) - start) // 8)
-        return blocks(hashes, ids, start)
-
-    blocks = BlockHash.blocks
-    monkeypatch.setattr(BlockHash, "blocks", counted)
-    return counts
+def named() -> list[bytes]:
+    """The names that were computed in the tree of `counting`, in order."""
+    return []
 
 
-@pytest.mark.parametrize("num_inserted", [30, 40, 48])
-def test_a_prompt_that_was_looked_up_is_not_hashed_again_when_it_is_evicted(
-    num_inserted: int, hashed: list[int]
-) -> None:
-    """The prompt has 40 tokens that were looked up, 8 of them cached; some, all, or more are inserted, in two steps.
-    Without their hashes they are known as well."""
-    trees = [Tree(2, 2, LeastRecentlyUsed()) for _ in range(2)]
-    ids = Key.of(range(48))
-    for tree in trees:
-        tree.insert(Key.of([7, 7]), 2, [90])
-        tree.evict_all()  # there is something to look up
-        tree.insert(ids, 8, [*range(4)], Checkpoint(1, 8))
-        history = tree.recall(ids, tree.peek(ids, 40), 40)
-        hashes = history.hashes if tree is trees[0] else None
-        for end in (20, num_inserted):
-            tree.insert(ids, end, [*range(end // 2)], hashes=hashes)
-        hashed.clear()
-        for number in (3, 1, 100):
-            tree.evict_pages(number)
-        assert tree.recall(ids, tree.peek(ids, 48), 48).num_tokens == num_inserted
-        own = sum(hashed) - 24  # that were looked up again
-        assert own == (max(0, num_inserted - 40) if hashes is not None else num_inserted - 8) // 2
+@pytest.fixture
+def counting(named: list[bytes]) -> Tree:
+    return Tree(2, 2, LeastRecentlyUsed(), names=Names(2, noted_in(named)))
 
 
-def test_a_branch_evicted_page_by_page_is_hashed_once(hashed: list[int]) -> None:
-    tree = Tree(2, 2, LeastRecentlyUsed())
-    shared = [*range(20)]
+def test_a_lookup_names_what_ghosts_know_and_one_block_more(counting: Tree, named: list[bytes]) -> None:
+    """What is new in a prompt is named once, when it is evicted."""
+    tree, key = counting, Key.of(range(200))
+    tree.insert(key, 100, [*range(50)])
+    assert tree.recall(key, tree.peek(key, 200), 200).num_tokens == 100
+    assert named == []  # there are no ghosts
+    tree.evict_pages(20)
+    assert len(named) == 50
+    named.clear()
+    assert tree.recall(key, tree.peek(key, 200), 200).num_tokens == 100
+    assert len(named) == 21
+    named.clear()
+    other = Key.of([*range(60), 7, *range(100)])
+    assert tree.recall(other, tree.peek(other, 160), 160).num_tokens == 60
+    assert len(named) == 1
+
+
+def test_a_branch_evicted_page_by_page_is_named_once(counting: Tree, named: list[bytes]) -> None:
+    tree, shared = counting, [*range(20)]
     other = tree.insert(Key.of([*shared, *range(500, 600)]), 120, [*range(60)])
     tree.lock_pages(other.node)
     tree.insert(Key.of([*shared, *range(100, 200)]), 120, [*range(60)])
     for _ in range(20):
         tree.evict_pages(1)
+    assert len(named) == 60
     key = Key.of([*shared, *range(100, 200), 7])
     found = tree.peek(key, 121)
     assert found.num_page_tokens == 80
     assert tree.recall(key, found, 121).num_tokens == 120
-    assert sum(hashed) < 200
     assert tree.num_pages == 90
-
-
-@pytest.mark.parametrize("block", [4, 8, 12, 64, 256])
-def test_a_prefix_has_one_hash_however_many_blocks_are_hashed_at_once(block: int) -> None:
-    hashes, ids = BlockHash(block), Random(block).randbytes(100 * block + 3)
-
-    def after(before: int, ids: bytes) -> list[int]:
-        return [*hashes.chain(before, hashes.blocks(ids))]
-
-    at_once = after(7, ids)
-    assert len(set(at_once)) == 100
-    last, one_by_one = 7, []
-    for at in range(0, 100 * block, block):
-        (last,) = after(last, ids[at : at + block])
-        one_by_one.append(last)
-    assert at_once == one_by_one
-    changed = bytearray(ids)
-    changed[50 * block] ^= 1
-    same = [a == b for a, b in zip(at_once, after(7, bytes(changed)), strict=True)]
-    assert same == [True] * 50 + [False] * 50
-
-
-@pytest.mark.parametrize("block", [8, 64, 256])
-def test_blocks_of_few_token_ids_in_any_order_have_hashes_of_their_own(block: int) -> None:
-    """Small ids, of which two or three differ or change places: what token ids are like."""
-    rng, hashes, seen = Random(1), BlockHash(block), set()
-    base = [rng.randrange(4) for _ in range(block // 4)]
-    for _ in range(4000):
-        ids = base[:]
-        for _ in range(rng.randrange(1, 4)):
-            ids[rng.randrange(len(ids))] = rng.randrange(40)
-        rng.shuffle(ids)
-        seen.add(array("i", ids).tobytes())
-    assert len({int(hashes.blocks(ids)[0]) for ids in seen}) == len(seen) > 100
-
-
-HASHES = """
-from hybrid.key import Key
-from hybrid.tree.ghosts import BlockHash, of_namespace
-from support.caches import TreeCase
-
-case = TreeCase()
-for text in ("abcd*", "abxy*", "pqrs*"):
-    case.put(text, "tenant")
-case.tree.evict_all()
-known = [case.tree.ghosts.follow(case.key(text, "tenant"), None, 0, 8) for text in ("abcd", "abxy", "pqrs")]
-hashes = BlockHash(8)
-print([*hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3))], [length for length, *_ in known])
-"""
-
-
-def test_hashes_are_the_same_in_every_process() -> None:
-    """Python salts its own hash of bytes and texts with PYTHONHASHSEED; ghosts must not depend on it."""
-    printed = set()
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent.parent)}
-        done = subprocess.run(
-            [sys.executable, "-c", HASHES], env=environment, capture_output=True, text=True, check=True
-        )
-        printed.add(done.stdout)
-    assert len(printed) == 1
-    assert "[8, 8, 8]" in printed.pop()
