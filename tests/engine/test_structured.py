@@ -125,7 +125,7 @@ def test_asking_along_a_path_of_drafts_changes_nothing(tiny: Engine, monkeypatch
         assert made.apply(torch.zeros(1, tiny.model.config.vocab_size))[0, token] == 0
         walked.accept(token)
     while walked.is_late:
-        walked.wait(1)
+        walked.wait_for_form(1)
     assert walked.is_complete
     assert not asked.is_complete
     wrong = asked.after([path[0], path[-1], path[0]])  # the second draft is not allowed
