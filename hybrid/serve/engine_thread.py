@@ -221,8 +221,9 @@ class EngineThread:
         if self.engine.has_work:
             for output in self._step():
                 self._deliver(output)
-        while self._postponed:
-            self._commands.put(self._postponed.pop())
+        postponed, self._postponed = self._postponed, []
+        for command in postponed:
+            self._commands.put(command)
         while self._drains and not self._unanswered:
             _resolve(self._drains.pop(), lambda: None)
 
