@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybrid.cache.lease import Lease
 from hybrid.cache.stats import CacheStats
-from hybrid.memory.arena import Arena, ArenaPool
+from hybrid.memory.arena import ArenaPool
 from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.node import Lock, Node, Released, StateLock
@@ -47,7 +47,11 @@ class Allocator:
         self._uploads = memory.uploads
         self._on_evict = on_evict
         self._digests = digests
-        self._elastic = _Elastic(tree, memory, stats, digests) if memory.arena is not None else None
+        self._compactor = _Compactor(memory, stats, digests) if memory.arena is not None else None
+        self._unevictable_states = UnevictableSlots(memory.states.per_piece, memory.states.reserved)
+        self._unevictable_checkpoints = self._unevictable_states  # where checkpoints are state slots
+        if memory.stores_smaller:
+            self._unevictable_checkpoints = UnevictableSlots(memory.checkpoints.per_piece, 0)
 
     # Allocating
 
@@ -56,17 +60,14 @@ class Allocator:
         if count > self._pages.num_free:
             if count > self._max_pages():
                 return None
-            if self._elastic is not None:
-                self._make_free(self._elastic, self._pages, count)
-            else:
-                self.evict(self._tree.evict_pages, count - self._pages.num_free)
+            self._make_free(self._pages, count)
         return self._pages.allocate(count)
 
     def allocate_state(self) -> int | None:
         """Allocate a state slot of a request."""
         slot = self._allocate_slot(self._states)
-        if slot is not None and self._elastic is not None:
-            self._elastic.unevictable_states.add(slot)
+        if slot is not None:
+            self._unevictable_states.add(slot)
         return slot
 
     def allocate_checkpoint(self) -> int | None:
@@ -104,44 +105,37 @@ class Allocator:
 
     def give_pages(self, lease: Lease, pages: Sequence[int]) -> None:
         """Append pages that were allocated for a request to its block table."""
-        if self._elastic is not None:
-            self._elastic.compactor.note_private(lease, pages)
+        if self._compactor is not None:
+            self._compactor.note_private(lease, pages)
         lease.block_table.extend(pages)
 
     def swap_pages(self, lease: Lease, first: int, second: int) -> None:
         """Have two private pages of a request change places in its block table."""
         table = lease.block_table
         table[first], table[second] = table[second], table[first]
-        if self._elastic is not None:
+        if self._compactor is not None:
             for place in (first, second):
-                self._elastic.compactor.note_place(table[place], place)
+                self._compactor.note_place(table[place], place)
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages of a request."""
         self._uploads.wait_if_pending(pages=pages)
         self._pages.free(pages)
-        if self._elastic is not None:
-            self._elastic.compactor.forget_pages(pages)
+        if self._compactor is not None:
+            self._compactor.forget_pages(pages)
 
     def free_states(self, slots: Sequence[int]) -> None:
         """Free state slots of a request."""
         if not self._memory.stores_smaller:
             self._uploads.wait_if_pending(checkpoints=slots)
         self._states.free(slots)
-        if self._elastic is not None:
-            self._elastic.unevictable_states.remove(slots)
+        self._unevictable_states.remove(slots)
 
     def num_private(self) -> tuple[int, int]:
         """Count the pages, and the state slots, that belong to requests: from counts alone, for any thread."""
-        if self._memory.arena is None:
-            pages = self._pages.capacity - self._pages.num_free - self._tree.num_pages
-            states = self._states.capacity - self._states.num_free - self._tree.num_checkpoints
-        else:
-            assert isinstance(self._pages, ArenaPool) and isinstance(self._states, ArenaPool)
-            pages = self._pages.num_used - self._tree.num_pages
-            states = self._states.num_used
-            if not self._memory.stores_smaller:
-                states -= self._tree.num_checkpoints
+        pages, states = self._pages.num_used - self._tree.num_pages, self._states.num_used
+        if not self._memory.stores_smaller:
+            states -= self._tree.num_checkpoints
         return max(0, pages), max(0, states)
 
     # What the tree owns, and what is locked in it
@@ -161,40 +155,40 @@ class Allocator:
 
     def share(self, lease: Lease) -> None:
         """Record that the tree owns pages of a lease from now on."""
-        if self._elastic is not None:
-            self._elastic.compactor.note_sharer(lease)
+        if self._compactor is not None:
+            self._compactor.note_sharer(lease)
 
     def unshare(self, lease: Lease) -> None:
         """Record that a lease that may share pages of the tree is about to be closed."""
-        if self._elastic is not None:
-            self._elastic.compactor.forget_sharer(lease)
+        if self._compactor is not None:
+            self._compactor.forget_sharer(lease)
 
     def hand_over_pages(self, pages: Sequence[int], node: Node) -> None:
         """Record that pages moved from a lease to `node`, which was inserted with them."""
         if self._digests is not None:
             self._digests.note_pages(pages)
-        if self._elastic is not None:
-            self._elastic.compactor.note_pages(pages, node)
+        if self._compactor is not None:
+            self._compactor.note_pages(pages, node)
 
     def hand_over_checkpoint(self, slot: int, node: Node) -> None:
         """Record that a checkpoint moved from a lease to `node`."""
         if self._digests is not None:
             self._digests.note_checkpoint(slot)
-        if self._elastic is not None:
-            self._elastic.compactor.note_checkpoint(slot, node)
-            if not self._memory.stores_smaller:
-                self._elastic.unevictable_states.remove([slot])
+        if self._compactor is not None:
+            self._compactor.note_checkpoint(slot, node)
+        if not self._memory.stores_smaller:
+            self._unevictable_states.remove([slot])
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
         lock = self._tree.lock_state(node)
-        self._hold(node)
+        self._count_lock(node)
         return lock
 
     def pin(self, node: Node) -> StateLock:
         """Lock as `lock_state` does, for a pin."""
         lock = self._tree.pin(node)
-        self._hold(node)
+        self._count_lock(node)
         return lock
 
     def unlock(self, lock: Lock) -> None:
@@ -205,23 +199,23 @@ class Allocator:
         """
         node = lock.node
         self._tree.unlock(lock)
-        if self._elastic is not None and isinstance(lock, StateLock):
+        if isinstance(lock, StateLock):
             assert node is not None and node.slot is not None
             if not node.state_locks:
-                self._elastic.unevictable_checkpoints.remove([node.slot])
+                self._unevictable_checkpoints.remove([node.slot])
 
-    def _hold(self, node: Node) -> None:
-        if self._elastic is not None and node.state_locks == 1:
+    def _count_lock(self, node: Node) -> None:
+        if node.state_locks == 1:
             assert node.slot is not None
-            self._elastic.unevictable_checkpoints.add(node.slot)
+            self._unevictable_checkpoints.add(node.slot)
 
     def _free(self, released: Released) -> None:
         self._uploads.wait_if_pending(released.pages, released.slots)
         if self._on_evict is not None:
             self._on_evict(released)
-        if self._elastic is not None:
-            self._elastic.compactor.forget_checkpoints(released.slots)
-            self._elastic.compactor.forget_pages(released.pages)
+        if self._compactor is not None:
+            self._compactor.forget_checkpoints(released.slots)
+            self._compactor.forget_pages(released.pages)
         if self._digests is not None:
             self._digests.forget(released.pages, released.slots)
         self._pages.free(released.pages)
@@ -231,36 +225,67 @@ class Allocator:
 
     # What evicting could yield
 
-    def _max_pages(self) -> int:
-        """Count the pages that could be allocated if everything that is not locked were evicted."""
-        if self._elastic is not None:
-            return self._elastic.max_pages()
-        return self._pages.num_free + self._tree.num_pages - self._tree.locks.num_pages
+    def _max_pages(self, extra_pieces: int = 0) -> int:
+        """Count the pages that could be free if everything that is not locked were evicted, next to `extra_pieces`
+        pieces more of states."""
+        arena = self._memory.arena
+        if arena is None:
+            return self._pages.capacity - self._num_unevictable_pages()
+        num_pieces = arena.num_pieces - self._num_unevictable_pieces() - extra_pieces
+        return num_pieces * self._pages.per_piece - self._num_unevictable_pages()
 
     def _has_request(self, num_pages: int) -> bool:
-        if self._elastic is not None:
-            return self._elastic.has_request(num_pages)
-        return num_pages <= self._max_pages()  # a state slot is allocated before anything is evicted for pages
+        """Tell whether evicting everything that is not locked yields a state slot and `num_pages` pages.
+
+        The slot may need a piece of its own, unless the next free one is in a piece that stays anyway.
+        """
+        if not isinstance(self._states, ArenaPool):
+            return num_pages <= self._max_pages()  # a state slot is allocated before anything is evicted for pages
+        if num_pages == 0:
+            return self._states.num_free > 0 or self._may_yield_slot(self._states)
+        piece = self._states.next_piece
+        extra = 0 if piece is not None and self._unevictable_states.are_in(piece) else 1
+        return num_pages <= self._max_pages(extra)
+
+    def _may_yield_slot(self, pool: Pool) -> bool:
+        """Tell whether evicting everything that is not locked yields a slot: in a piece with one that stays, or in a
+        piece of its own. Of fixed pools only an attempt can tell."""
+        arena = self._memory.arena
+        if arena is None:
+            return True
+        slots = self._unevictable_states if pool is self._states else self._unevictable_checkpoints
+        if slots.num_partial:
+            return True
+        pieces_of_pages = ceil_div(self._num_unevictable_pages(), self._pages.per_piece)
+        return self._num_unevictable_pieces() + pieces_of_pages < arena.num_pieces
+
+    def _num_unevictable_pieces(self) -> int:
+        """Count the pieces that hold states whatever is evicted."""
+        apart = self._unevictable_checkpoints is not self._unevictable_states
+        return self._unevictable_states.num_pieces + (self._unevictable_checkpoints.num_pieces if apart else 0)
+
+    def _num_unevictable_pages(self) -> int:
+        """Count the pages that requests own, and those that locks protect."""
+        return self._pages.num_used - self._tree.num_pages + self._tree.locks.num_pages
 
     def _allocate_slot(self, pool: Pool) -> int | None:
-        if not pool.num_free:
-            if self._elastic is None:
-                self.evict(self._tree.evict_checkpoints, 1)
-            elif self._elastic.has_slot(pool):
-                self._make_free(self._elastic, pool, 1)
+        if not pool.num_free and self._may_yield_slot(pool):
+            self._make_free(pool, 1)
         slots = pool.allocate(1)
         return slots[0] if slots else None
 
-    def _make_free(self, elastic: _Elastic, pool: Pool, count: int) -> None:
+    def _make_free(self, pool: Pool, count: int) -> None:
         """Have `count` units of a pool free, if that is possible: units that are in the way are moved together first,
         then what is worth least is evicted."""
+        pages, arena, compactor = self._pages, self._memory.arena, self._compactor
+        if not isinstance(pages, ArenaPool) or arena is None or compactor is None:
+            evict = self._tree.evict_pages if pool is pages else self._tree.evict_checkpoints
+            self.evict(evict, count - pool.num_free)
+            return
         while pool.num_free < count:
-            if any(elastic.compactor.compact(other) for other in elastic.arena.pools if other is not pool):
+            if any(compactor.compact(other) for other in arena.pools if other is not pool):
                 continue
-            if pool is self._pages:
-                wanted = count - pool.num_free
-            else:
-                wanted = max(1, elastic.pages.per_piece - elastic.pages.num_loose)
+            wanted = count - pool.num_free if pool is pages else max(1, pages.per_piece - pages.num_loose)
             released = self.evict(self._tree.evict_one, wanted)
             if not released.pages and not released.slots:
                 return
@@ -309,66 +334,6 @@ class UnevictableSlots:
             if count:
                 self._counts[piece] = count
             self.num_partial += (0 < count < self._per_piece) - (count + 1 < self._per_piece)
-
-
-class _Elastic:
-    """The units that an elastic memory could yield: pieces by what keeps them.
-
-    Attributes:
-        unevictable_states: state slots that cannot be evicted.
-        unevictable_checkpoints: locked checkpoints; where those are state slots, the same object.
-    """
-
-    def __init__(self, tree: Tree, memory: CacheMemory, stats: CacheStats, digests: Digests | None) -> None:
-        assert memory.arena is not None
-        assert isinstance(memory.pages, ArenaPool) and isinstance(memory.states, ArenaPool)
-        assert isinstance(memory.checkpoints, ArenaPool)
-        self.arena: Arena = memory.arena
-        self.pages: ArenaPool = memory.pages
-        self.states: ArenaPool = memory.states
-        self.unevictable_states = UnevictableSlots(memory.states.per_piece, memory.states.reserved)
-        self.unevictable_checkpoints = self.unevictable_states
-        if memory.stores_smaller:
-            self.unevictable_checkpoints = UnevictableSlots(memory.checkpoints.per_piece, 0)
-        self.compactor = _Compactor(memory, stats, digests)
-        self._tree = tree
-
-    def max_pages(self, extra_pieces: int = 0) -> int:
-        """Count the pages that could be free if everything that is not locked were evicted, next to `extra_pieces`
-        pieces more of states."""
-        num_pieces = self.arena.num_pieces - self._num_unevictable_pieces() - extra_pieces
-        return num_pieces * self.pages.per_piece - self._num_unevictable_pages()
-
-    def has_slot(self, pool: Pool) -> bool:
-        """Tell whether evicting everything that is not locked yields a slot: in a piece with one that stays, or in a
-        piece of its own."""
-        slots = self.unevictable_states if pool is self.states else self.unevictable_checkpoints
-        if slots.num_partial:
-            return True
-        return (
-            self._num_unevictable_pieces() + ceil_div(self._num_unevictable_pages(), self.pages.per_piece)
-            < self.arena.num_pieces
-        )
-
-    def has_request(self, num_pages: int) -> bool:
-        """Tell whether evicting everything that is not locked yields a state slot and `num_pages` pages.
-
-        The slot may need a piece of its own, unless the next free one is in a piece that stays anyway.
-        """
-        if num_pages == 0:
-            return self.states.num_free > 0 or self.has_slot(self.states)
-        piece = self.states.next_piece
-        extra = 0 if piece is not None and self.unevictable_states.are_in(piece) else 1
-        return num_pages <= self.max_pages(extra)
-
-    def _num_unevictable_pieces(self) -> int:
-        """Count the pieces that hold states whatever is evicted."""
-        apart = self.unevictable_checkpoints is not self.unevictable_states
-        return self.unevictable_states.num_pieces + (self.unevictable_checkpoints.num_pieces if apart else 0)
-
-    def _num_unevictable_pages(self) -> int:
-        """Count the pages that requests own, and those that locks protect."""
-        return self.pages.num_used - self._tree.num_pages + self._tree.locks.num_pages
 
 
 class _Compactor:

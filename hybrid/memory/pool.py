@@ -15,7 +15,12 @@ class IndexPool:
         size: indices 0 .. size - 1.
         reserved: the first `reserved` indices are never allocated.
         name: what the indices are, for messages ("page").
+
+    Attributes:
+        per_piece: each index is a piece of its own (`hybrid.memory.arena`).
     """
+
+    per_piece = 1
 
     def __init__(self, size: int, reserved: int, name: str) -> None:
         self.size = size
@@ -32,6 +37,11 @@ class IndexPool:
     def num_free(self) -> int:
         """Number of free indices."""
         return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Number of indices that are allocated."""
+        return self.capacity - len(self._free)
 
     @property
     def capacity(self) -> int:
