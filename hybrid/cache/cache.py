@@ -48,7 +48,7 @@ from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.subscriptions import Subscriptions
 from hybrid.cache.tiers import Tiers, make_tiers
-from hybrid.checks import MAX_INT, boolean, count, integer, shown
+from hybrid.checks import MAX_INT, boolean, count, integer, shown, text
 from hybrid.errors import REFUSALS, ArgumentError, OwnershipError
 from hybrid.events.feed import MAX_CHANGES, Feed
 from hybrid.hints import NO_HINTS, Hints, check_hints
@@ -344,8 +344,7 @@ class HybridCache:
         Raises:
             ArgumentError: `limit` is negative, or leaves no token to compute, or `key` is not a `Key`.
         """
-        check_key("open", key)
-        if not 0 <= integer("open: limit", limit, -MAX_INT) < len(key):
+        if isinstance(key, Key) and not 0 <= integer("open: limit", limit, -MAX_INT) < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
         return wait_until_restored(self.begin(key, limit, num_tokens, priority, tenant), self.restores)
 
@@ -365,6 +364,13 @@ class HybridCache:
     ) -> Lease | None:
         """Open (`limit` may be all of the key) without waiting for a disk: while `lease.restoring` is not None,
         call `proceed`. On a GPU what was restored may be on its way: wait for `memory.uploads` before it is used."""
+        check_key("open", key)
+        limit, num_tokens = count("open: limit", limit), count("open: num_tokens", num_tokens)
+        if limit > len(key):
+            raise ArgumentError(f"open: limit must be up to {len(key)}, the length of the key; got {shown(limit)}")
+        priority = integer("open: priority", priority, -MAX_INT)
+        if tenant is not None:
+            text("open: tenant", tenant)
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority, tenant)

@@ -7,9 +7,8 @@ from array import array
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.explain import explain, not_started
 from hybrid.cache.lease import Lease
-from hybrid.checks import MAX_INT, count, integer, shown, text
-from hybrid.errors import ArgumentError, OwnershipError
-from hybrid.key import Key, check_key
+from hybrid.errors import OwnershipError
+from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Match, PrefixHistory
@@ -37,14 +36,7 @@ class Opener:
         self._allocator = allocator
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0, tenant: str | None = None) -> Lease | None:
-        """See `HybridCache.open`."""
-        check_key("open", key)
-        limit, num_tokens = count("open: limit", limit), count("open: num_tokens", num_tokens)
-        if limit > len(key):
-            raise ArgumentError(f"open: limit must be up to {len(key)}, the length of the key; got {shown(limit)}")
-        priority = integer("open: priority", priority, -MAX_INT)
-        if tenant is not None:
-            text("open: tenant", tenant)
+        """See `HybridCache.begin`, which has checked the arguments."""
         found = self.tree.peek(key, limit)
         past = self.tree.recall(key, found, limit)
         lease = self.hold(key, found, num_tokens)
