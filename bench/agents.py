@@ -8,9 +8,9 @@
 
 Requests come one at a time in order of arrival (a session begins every 240 s on average, pauses are cut to 30 minutes),
 or with `--users` in a closed loop. Engines are those of `hybrid doctor`; `vllm` and `sglang` are their own schedulers
-where `make vllm` and `make sglang` have installed them (`--vllm-python`, `--sglang-python`), else models of them. Each
-cell is a process of its own. A cell reads: hit rate in % (saved compute in %) seconds to the first token, 90 % / CPU
-seconds of the replay.
+where `make vllm` and `make sglang` have installed them (`--vllm-python`, `--sglang-python`), else, or with `--modeled`,
+models of them. Each cell is a process of its own. A cell reads: hit rate in % (saved compute in %) seconds to the first
+token, 90 % / CPU seconds of the replay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def drawn(folder: Path, count: int, seed: int) -> list[Path]:
     return found
 
 
-def replay_one(paths: list[Path], model: str, gib: float, engine: str, users: int | None) -> dict[str, Any]:
+def replay_one(
+    paths: list[Path], model: str, gib: float, engine: str, users: int | None, modeled: bool = False
+) -> dict[str, Any]:
     """One cell: figures, and the CPU seconds that they took."""
     from hybrid.doctor import Sizes, Traffic, replay
 
@@ -56,7 +58,7 @@ def replay_one(paths: list[Path], model: str, gib: float, engine: str, users: in
     traffic = Traffic.read(paths)
     start = time.process_time()
     pace: dict[str, int] = {"concurrency": 1} if users is None else {"users": users}
-    given = {"causes": False, "prefill_rate": RATE, **pace}
+    given = {"causes": False, "prefill_rate": RATE, "models": modeled, **pace}
     (row,) = replay(traffic, Sizes(*sizes, crossover=crossover), engine, int(gib * 2**30), **given).rows
     return {
         "hit_rate": row.hit_rate,
@@ -77,6 +79,9 @@ def main() -> int:
     parser.add_argument(
         "--engines", nargs="+", default=ENGINES, help=f"of hybrid doctor (default: {' '.join(ENGINES)})"
     )
+    parser.add_argument(
+        "--modeled", action="store_true", help="models of vllm and sglang also where these are installed"
+    )
     parser.add_argument("--users", type=int, help="sessions at a time, in a closed loop")
     parser.add_argument("--draw", type=int, help="as many sessions of a folder")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
@@ -88,9 +93,10 @@ def main() -> int:
     paths = drawn(args.sessions, args.draw, args.seed) if args.draw else [args.sessions]
     if args.one:
         model, gib, engine = args.one
-        print(json.dumps(replay_one(paths, model, float(gib), engine, args.users)))
+        print(json.dumps(replay_one(paths, model, float(gib), engine, args.users, args.modeled)))
         return 0
     shared = ["--users", args.users] if args.users else []
+    shared += ["--modeled"] if args.modeled else []
     shared += ["--draw", args.draw, "--seed", args.seed] if args.draw else []
     found: dict[str, Any] = {}
     for model in args.models:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "vllm": None,
     "lru": {"policy": "lru", "anchors": False, "answers": False, "siblings": False, "ghost_branches": False},
     "lhd": {},
+    "ends": {},
+    "times": {},
 }
-"""Options of the plugin: `lru` keeps the states that vLLM keeps, and evicts as vLLM does."""
+"""Options of the plugin: `lru` keeps the states that vLLM keeps, and evicts as vLLM does. `ends` and `times` are `lhd`
+with hints of recorded sessions: which request is the last of its conversation; and when the next one comes too."""
 
 
 GIB = (16.0, 32.0, 64.0)
@@ -46,6 +50,15 @@ GIB = (16.0, 32.0, 64.0)
 
 SESSIONS = "sessions"
 """The name of recorded sessions among traces."""
+
+
+def hints_of(side: str, given: Any) -> dict[str, Any] | None:
+    """The hints of a recorded request."""
+    if side not in ("ends", "times"):
+        return None
+    if given.turn.next_in is None:
+        return {"hybrid_release": True}
+    return {"hybrid_expect_resume": given.turn.next_in} if side == "times" else None
 
 
 def serve(source: Path, name: str, size: float, side: str, width: int, limit: int | None) -> dict[str, Any]:
@@ -60,7 +73,7 @@ def serve(source: Path, name: str, size: float, side: str, width: int, limit: in
         logged = [request for request, _ in islice(Traffic.read([source]), limit)]
         served = Served(size * 2**30, SIDES[side])
         start = time.process_time()
-        served.serve_sessions(logged, width)
+        served.serve_sessions(logged, width, partial(hints_of, side))
     else:
         given = [(ids[:num_prompt], ids[num_prompt:]) for ids, num_prompt in load_trace(name, source)][:limit]
         served = Served(size * 1e9, SIDES[side], at_once=width > 1, chunk=8192 if width == 1 else 4096)
@@ -106,7 +119,7 @@ def main() -> int:
             lines.append(check(f"{size:g} GiB: lhd is not behind", runs["lhd"]["hits"] >= wanted, str(runs)))
         return finish(lines, args)
     for (name, gigabytes), goal in CELLS.items():
-        runs = {side: printed([*command, "--one", name, gigabytes, side]) for side in SIDES}
+        runs = {side: printed([*command, "--one", name, gigabytes, side]) for side in ("vllm", "lru", "lhd")}
         hits = {side: run["hits"] for side, run in runs.items()}
         cell = f"{name}, {gigabytes:g} GB"
         lines.append(check(f"{cell}: lhd reaches {goal}", hits["lhd"] >= goal, str(hits)))

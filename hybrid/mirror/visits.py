@@ -61,6 +61,9 @@ class Visits:
         tree: is matched, once per request so that it counts.
         learns: the policy learns from why states are there and what has become of them. Where it does not, all states
             are of one kind.
+
+    Attributes:
+        seconds: when the latest request came, as far as times are known.
     """
 
     def __init__(self, tree: Tree, learns: bool) -> None:
@@ -70,6 +73,7 @@ class Visits:
         self._keys: dict[str, tuple[Sequence[int], Key]] = {}
         self._anchors: dict[str, list[int]] = {}
         self._expected: Expected | None = None
+        self.seconds: float = 0.0
 
     def match(self, rid: str, key: Key, limit: int, seconds: float | None = None) -> tuple[Match, int]:
         """The longest cached prefix of a request, and how much of it the tree has had. Counts when it is the request's
@@ -82,6 +86,7 @@ class Visits:
         if known is not None:
             return self._tree.peek(key, limit), known[0].num_tokens
         self._tree.use_clock(None if seconds is None else lambda: seconds)
+        self.seconds = self.seconds if seconds is None else seconds
         found = self._tree.match(key, limit)
         history = self._tree.recall(key, found, limit)
         self._histories[rid] = history, self._tree.report_misses(found, history, limit)

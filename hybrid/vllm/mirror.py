@@ -184,7 +184,7 @@ class Mirror:
         self.visits: Visits = Visits(self.tree, self._learns)
         self.pins: NamedPins = NamedPins(self.tree)
         self.holds: NamedPins = NamedPins(self.tree)
-        self.sessions: Sessions = Sessions(self.tree)
+        self.sessions: Sessions = Sessions(self.tree, lambda: self.visits.seconds)
 
     def stats(self) -> MirrorStats:
         """A snapshot of what was seen and done."""

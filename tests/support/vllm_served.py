@@ -136,11 +136,11 @@ class Served:
         self.scheduler.add_request(request)
         return request
 
-    def add_logged(self, given: LoggedRequest) -> Request:
+    def add_logged(self, given: LoggedRequest, options: dict[str, Any] | None = None) -> Request:
         """A request of traffic that waits: blocks are named by its hashes, and its tokens are all alike."""
         hashes = [2 * number.to_bytes(8, "little") for number in given.blocks(BLOCK, given.num_tokens)]
         answer = [1] * max(1, given.num_tokens - given.num_prompt)
-        params = SamplingParams(max_tokens=len(answer), ignore_eos=True, temperature=0.0)
+        params = SamplingParams(max_tokens=len(answer), ignore_eos=True, temperature=0.0, extra_args=options)
         request = Request(
             str(len(self._answers)),
             [*repeat(1, given.num_prompt)],
@@ -153,9 +153,14 @@ class Served:
         self.scheduler.add_request(request)
         return request
 
-    def serve_sessions(self, requests: Sequence[LoggedRequest], width: int = 1) -> None:
+    def serve_sessions(
+        self,
+        requests: Sequence[LoggedRequest],
+        width: int = 1,
+        options_of: Callable[[LoggedRequest], dict[str, Any] | None] = lambda given: None,
+    ) -> None:
         """Serve recorded sessions in order of arrival, as many requests at a time: of a conversation one, since the
-        next one continues its answer."""
+        next one continues its answer. `options_of`: the plugin's options of a request."""
         waiting, running = [*requests], dict[Request, tuple[Any, int]]()
         while waiting or running:
             busy = {conversation for _, conversation in running.values()}
@@ -165,7 +170,7 @@ class Served:
                     busy.add(given.turn.conversation)
                     waiting.remove(given)
                     self.prompt_tokens += given.num_prompt
-                    request = self.add_logged(given)
+                    request = self.add_logged(given, options_of(given))
                     running[request] = request.prefill_stats, given.turn.conversation
             for _ in range(50):
                 if self.step():
