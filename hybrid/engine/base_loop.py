@@ -189,15 +189,14 @@ class Loop(ABC):
         with self._cache.bookkeeping():
             self.forget()
             self._scheduler.retract_all()
-            for lease in [*self._cache.leases]:  # the exception came before their owners had them
-                self._cache.close(lease)
-            if was_raised_by_handler(error):
-                return False
-            if request is None and suspects and not is_for_the_process(error):
+            is_culpable = not was_raised_by_handler(error) and not is_for_the_process(error)
+            if request is None and suspects and is_culpable:
                 request = self._bisector.failed(suspects)
                 self.is_retrying = request is None
             if request is not None:
                 self.requests.fail(request, error)
+            for lease in [*self._cache.leases]:  # the exception came before their owners had them
+                self._cache.close(lease)
         return request is not None and not is_for_the_process(error)
 
     def start_again(self) -> None:

@@ -48,8 +48,8 @@ class Leaders:
         self._cache = cache
         self._grid = cache.config.grid
 
-    def hold(self, request: Request, limit: int, running: Iterable[Request]) -> bool:
-        """Tell whether a waiting request waits for a leader.
+    def must_wait(self, request: Request, limit: int, running: Iterable[Request]) -> bool:
+        """Tell whether a waiting request waits for a leader, and choose its leader.
 
         Args:
             limit: number of its tokens that it may take from the cache.
@@ -108,7 +108,7 @@ class RestoringRequests:
         return request in self._running
 
     def queue(self, request: Request, limit: int) -> None:
-        """A request waits from now on.
+        """Record that a request waits from now on.
 
         Args:
             limit: the number of its tokens that may be cached.
@@ -126,8 +126,8 @@ class RestoringRequests:
             request.ahead = restores.read_ahead(request.key(), limit)
 
     def start(self, request: Request) -> bool:
-        """A request has its memory: what was read ahead is its lease's, or not needed. Returns whether it can compute
-        at once."""
+        """Record that a request has its memory: what was read ahead is its lease's, or not needed. Returns whether it
+        can compute at once."""
         self._end_queue(request)
         if request.lease is None or request.lease.restoring is None:
             return True
@@ -135,7 +135,7 @@ class RestoringRequests:
         return False
 
     def forget(self, request: Request) -> None:
-        """A request gives its memory back, or waits no more."""
+        """Record that a request gives its memory back, or waits no more."""
         self._running.pop(request, None)
         self._end_queue(request)
 
@@ -289,13 +289,14 @@ class Scheduler:
             self.waiting.serve(tenant, num_tokens)
 
     def retreat(self, part: Part) -> None:
-        """A part was launched that wrote nothing: its last token was not known to the device. It is computed again."""
+        """Record that the pass of a part wrote nothing: its last token was not known to the device. It is computed
+        again."""
         if part.is_alive:
             self.cache.undo_advance(part.lease, part.start, part.swaps)
 
     def commit(self, part: Part, computed: int) -> None:
-        """A part of a step was computed, with the drafts after it up to `computed` tokens: share its finished chunks.
-        In deterministic mode only those of prompts. What a later pass has computed is not known to be finite yet."""
+        """Share the finished chunks of a part that was computed, with the drafts after it up to `computed` tokens. In
+        deterministic mode only those of prompts. What a later pass has computed is not known to be finite yet."""
         request, lease, config = part.request, part.lease, self.cache.config
         end = min(computed, len(request.ids))
         computed = min(end, request.prefill_end) if self.deterministic else end
@@ -330,8 +331,8 @@ class Scheduler:
         return True
 
     def finish(self, request: Request) -> None:
-        """A request has its answer: what it computed goes to the tree, or is replayed first. It may have been retracted
-        while its last token was computed: then that token is not shared."""
+        """Record that a request has its answer: what it computed goes to the tree, or is replayed first. Of one that was
+        retracted while its last token was computed, that token is not shared."""
         lease, config = request.lease, self.cache.config
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
@@ -411,7 +412,8 @@ class Scheduler:
             warnings.warn(f"{request.request_id} is not pinned: {error}", stacklevel=2)
 
     def wait(self, seconds: float) -> bool:
-        """Nothing can be computed now: wait for what a request needs, up to `seconds`. False: none needs anything."""
+        """Wait for what a request needs, up to `seconds`, where nothing can be computed now. Returns whether one needs
+        something."""
         if self.restoring:
             self.restoring.wait(seconds)
             return True
@@ -539,7 +541,7 @@ class Scheduler:
             if only is not None and request not in only:
                 continue
             self.at_hand = request
-            if not request.is_cold and self._leaders.hold(request, self.cacheable(request), self.running):
+            if not request.is_cold and self._leaders.must_wait(request, self.cacheable(request), self.running):
                 continue
             if not self._start_at_any_cost(request):
                 return
@@ -588,7 +590,7 @@ class Scheduler:
         return True
 
     def _resume(self, request: Request) -> None:
-        """A request that has its memory computes from its hit on."""
+        """Have a request that has its memory compute from its hit on."""
         assert request.lease is not None
         request.num_confirmed = request.lease.num_hit_tokens
         if request.num_confirmed:

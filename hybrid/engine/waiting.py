@@ -50,7 +50,7 @@ class WaitingQueue:
 
     @property
     def oldest_replay(self) -> Request:
-        """Of the replays that wait, the one that came first. There is one."""
+        """The replay that came first, of those that wait. At least one must."""
         return next(self._replays.walk())[1]
 
     @property
@@ -79,11 +79,12 @@ class WaitingQueue:
         """Remove a request, if it waits."""
         if request in self._replays:
             self._replays.remove(request)
-        elif request in self._retracted:
+            return
+        if request in self._retracted:
             self._retracted.remove(request)
-        else:
-            self._new.discard(request)
+        if request in self._new:
             self._remove_of(request.tenant, request)
+            self._new.remove(request)
 
     def _remove_of(self, name: str, request: Request) -> None:
         own = self._by_tenant.get(name)
@@ -97,7 +98,7 @@ class WaitingQueue:
                 del self._served[name]
 
     def started(self, request: Request, num_tokens: int) -> None:
-        """A request starts: remove it, and count its prompt as service of its tenant.
+        """Record that a request starts: remove it, and count its prompt as service of its tenant.
 
         Args:
             num_tokens: tokens of the prompt that have to be computed.

@@ -21,9 +21,9 @@ def steps(engine: Engine) -> dict[str, RequestOutput]:
     """Run what waits, whatever steps raise; the last output of each request."""
     outputs: dict[str, RequestOutput] = {}
     for _ in range(200):
-        if not engine.has_work:
-            break
         with suppress(PlantedError):
+            if not engine.has_work:
+                break
             outputs.update({output.request_id: output for output in engine.step()})
     assert not engine.has_work
     return outputs
@@ -87,6 +87,20 @@ def test_an_exception_at_any_line_costs_one_request_at_most(tiny: Engine, elasti
         answer(engine, PROMPTS[1], greedy(4))
         names = [engine.add_request(prompt, greedy(9)) for prompt in PROMPTS]
         with Planted(rng.randint(1, 4000), "cache", "tree", "memory", "tiers").traced():
+            outputs = steps(engine)
+        assert_one_failed_at_most(tiny, engine, names, outputs)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_exception_at_any_line_of_the_engine_costs_one_request_at_most(tiny: Engine, overlap: bool) -> None:
+    rng = random.Random(overlap)
+    for _ in range(12):
+        engine = engine_on(tiny, pages=rng.choice((26, 40)), states=10, overlap=overlap)
+        answer(engine, PROMPTS[1], greedy(4))
+        names = [engine.add_request(prompt, greedy(9)) for prompt in PROMPTS]
+        rooms = ("scheduler", "requests", "base_loop", "loops", "waiting")
+        with Planted(rng.randint(1, 1500), *(f"engine/{name}.py" for name in rooms)).traced():
             outputs = steps(engine)
         assert_one_failed_at_most(tiny, engine, names, outputs)
 
