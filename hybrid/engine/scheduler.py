@@ -331,8 +331,8 @@ class Scheduler:
         return True
 
     def finish(self, request: Request) -> None:
-        """Record that a request has its answer: what it computed goes to the tree, or is replayed first. Of one that was
-        retracted while its last token was computed, that token is not shared."""
+        """Record that a request has its answer: what it computed goes to the tree, or is replayed first. One that was
+        retracted while its last token was computed does not share that token."""
         lease, config = request.lease, self.cache.config
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
