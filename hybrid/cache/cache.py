@@ -58,8 +58,7 @@ from hybrid.memory.copies import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.observe import notebook
-from hybrid.observe.draw import draw
-from hybrid.observe.snapshot import Decode
+from hybrid.observe.draw import Decode, draw
 from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.tier import CHECKPOINT, PAGE, clear_inconsistent

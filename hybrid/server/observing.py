@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from importlib.resources import files
@@ -13,7 +12,6 @@ from hybrid.cache.snapshot import take_snapshot
 from hybrid.engine.adapters import split_namespace
 from hybrid.engine.engine import Engine
 from hybrid.observe.draw import make_page
-from hybrid.observe.snapshot import NodeView, Snapshot
 from hybrid.server.call import Call
 from hybrid.server.errors import HttpError
 from hybrid.server.service import Server
@@ -73,7 +71,7 @@ async def tree(server: Server, call: Call) -> None:
     await call.respond(page, headers={"content-type": "text/html; charset=utf-8"})
 
 
-def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> Snapshot:
+def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> dict[str, Any]:
     """What a tenant may see of the tree: the nodes of its namespace, without tokens. In place of salts, which
     let in a caller that knows them, it has their digests.
 
@@ -82,15 +80,14 @@ def of_tenant(engine: Engine, tenant: Caller, secret: bytes) -> Snapshot:
     """
     snapshot = take_snapshot(engine.cache.tree, engine.cache.stats(), engine.cache.tiers)
     places: dict[int, int] = {-1: -1}
-    nodes: list[NodeView] = []
-    for at, node in enumerate(snapshot.nodes):
-        own, salt = split_salt(split_namespace(node.namespace)[1])
+    nodes: list[dict[str, Any]] = []
+    for at, node in enumerate(snapshot["nodes"]):
+        own, salt = split_salt(split_namespace(node["namespace"])[1])
         if not tenant.sees_all and own != tenant.namespace:
             continue
         places[at] = len(nodes)
         shown = f"{own}{PARTS}{blake2b(salt.encode(), digest_size=4, key=secret).hexdigest()}" if salt else own
-        nodes.append(replace(node, parent=places[node.parent], ids=(), namespace=shown))
+        nodes.append({**node, "parent": places[node["parent"]], "ids": [], "namespace": shown})
     if tenant.sees_all:
-        return replace(snapshot, nodes=tuple(nodes))
-    totals = dict.fromkeys(snapshot.totals, 0)
-    return replace(snapshot, nodes=tuple(nodes), lives=(), totals=totals, tiers=(), now=snapshot.now)
+        return {**snapshot, "nodes": nodes}
+    return {**snapshot, "nodes": nodes, "lives": [], "totals": dict.fromkeys(snapshot["totals"], 0), "tiers": []}

@@ -12,7 +12,6 @@ import pytest
 
 from hybrid import CacheConfig, CacheMemory, Facts, HybridCache, Key, Policy
 from hybrid.observe.draw import draw_text
-from hybrid.observe.snapshot import Snapshot
 from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cache
 
 
@@ -51,7 +50,7 @@ def test_a_node_has_the_value_that_the_policy_gives_its_checkpoint() -> None:
     cache = HybridCache(CacheMemory.of_indices(200, 50), config)
     for text in ("abcd", "abefgh"):
         serve(cache, text)
-    found = {(node.end, node.has_checkpoint): node.value for node in snapshot_of(cache).nodes}
+    found = {(node["end"], node["has_checkpoint"]): node["value"] for node in snapshot_of(cache)["nodes"]}
     assert found == {(2, False): None, (4, True): 4.0, (6, True): 6.0}
 
 
@@ -86,16 +85,16 @@ def test_what_is_in_another_tier_is_named() -> None:
     assert "1 in host memory" in drawn
     assert drawn.splitlines()[-1].startswith("host memory: ")
     snapshot = snapshot_of(cache)
-    assert [tier.name for tier in snapshot.tiers] == ["device", "host memory"]
-    assert snapshot.tiers[1].num_checkpoints == 3
-    assert {node.tiers for node in snapshot.nodes} == {("device",), ("host memory",)}
-    assert all(node.has_checkpoint == ("device" in node.tiers) for node in snapshot.nodes)
-    assert [tier.name for tier in snapshot_of(cache_with("ab")).tiers] == ["device"]
+    assert [tier["name"] for tier in snapshot["tiers"]] == ["device", "host memory"]
+    assert snapshot["tiers"][1]["num_checkpoints"] == 3
+    assert {(*node["tiers"],) for node in snapshot["nodes"]} == {("device",), ("host memory",)}
+    assert all(node["has_checkpoint"] == ("device" in node["tiers"]) for node in snapshot["nodes"])
+    assert [tier["name"] for tier in snapshot_of(cache_with("ab"))["tiers"]] == ["device"]
 
 
 def test_drawing_changes_nothing() -> None:
     cache = cache_with("abcdef", "abcdxx")
-    before: Snapshot = snapshot_of(cache)
+    before = snapshot_of(cache)
     cache.draw()
     assert snapshot_of(cache) == before
     cache.audit()
@@ -105,10 +104,10 @@ def test_what_was_evicted_is_remembered_with_its_life() -> None:
     cache = cache_with("abcdef", "abcdef")
     cache.clear()
     snapshot = snapshot_of(cache)
-    assert not snapshot.nodes
-    (life,) = snapshot.lives
-    assert (life.start, life.end, life.hits) == (0, 6, 1)
-    assert life.stored_at <= life.used_at <= life.evicted_at == snapshot.now
+    assert not snapshot["nodes"]
+    (life,) = snapshot["lives"]
+    assert (life["start"], life["end"], life["hits"]) == (0, 6, 1)
+    assert life["stored_at"] <= life["used_at"] <= life["evicted_at"] == snapshot["now"]
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -1,8 +1,9 @@
 """Small caches to be drawn: a token per character, pages of two."""
 
+from typing import Any
+
 from hybrid import CacheConfig, CacheMemory, HybridCache, Key
 from hybrid.cache.snapshot import take_snapshot
-from hybrid.observe.snapshot import Snapshot
 from support.caches import AuditedCache, Contents
 
 
@@ -43,5 +44,5 @@ def decode(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def snapshot_of(cache: HybridCache) -> Snapshot:
+def snapshot_of(cache: HybridCache) -> dict[str, Any]:
     return take_snapshot(cache.tree, cache.stats(), cache.tiers)
