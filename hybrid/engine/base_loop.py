@@ -132,7 +132,7 @@ class Loop(ABC):
         scheduler.at_hand = None
         self.requests.meter.stepped()
         if scheduler.drafting is not None:
-            scheduler.drafting.timed(now.step)
+            scheduler.drafting.end_step(now.step)
         self._bisector.passed(now.step.parts)
 
     def _starts_again(self, part: Part, result: Result) -> bool:
@@ -171,7 +171,7 @@ class Loop(ABC):
             try:
                 with self._cache.bookkeeping():
                     if self._scheduler.drafting is not None:
-                        self._scheduler.drafting.begin()
+                        self._scheduler.drafting.begin_step()
                     self.step()
                     if self._config.audit:
                         self._cache.audit()

@@ -44,7 +44,7 @@ class Branches:
 
     @classmethod
     def of(cls, drafts: Drafts, end: int, page_size: int, num_pages: int) -> Branches:
-        """The paths of drafts.
+        """Return the paths of drafts.
 
         Args:
             end: position of the first one.
@@ -68,16 +68,16 @@ class Branches:
         return self.places[-1] + self.count(len(self.paths) - 1)
 
     def count(self, number: int) -> int:
-        """Number of pages of a path, from that of the first draft on."""
+        """Return the number of pages of a path, from that of the first draft on."""
         return ceil_div(self.end + len(self.paths[number]), self.page_size) - self.end // self.page_size
 
     def table(self, number: int, block_table: array[int]) -> array[int]:
-        """The page ids of a path in order."""
+        """Return the page ids of a path in order."""
         first, place = self.places[0], self.places[number]
         return block_table[:first] + block_table[place : place + self.count(number)]
 
     def slot(self, number: int, position: int, block_table: array[int]) -> int:
-        """The slot of a position on a path, which is not before the page of the first draft."""
+        """Return the slot of a position on a path, which is not before the page of the first draft."""
         page = self.places[number] + position // self.page_size - self.places[0]
         return block_table[page] * self.page_size + position % self.page_size
 

@@ -67,8 +67,9 @@ class SharedLogits:
         self._rows: Tensor | None = None
 
     def hold(self, logits: Tensor) -> Tensor:
-        """A copy of `[rows, vocab]` logits, valid until the next one. New memory is taken, which no graph may do while
-        it is captured, where the rows are more than before: graphs captured so far keep the old one, half as large."""
+        """Return a copy of `[rows, vocab]` logits, valid until the next one. Where the rows are more than before, new
+        memory is taken, which no graph may do while it is captured: those captured so far keep the old one, half as
+        large."""
         count = len(logits)
         if self._rows is None or len(self._rows) < count:
             self._rows = logits.new_empty(1 << (count - 1).bit_length(), logits.shape[1])
@@ -212,8 +213,8 @@ class CapturedPasses:
         replay_states(self._model, log, replay, self._state, self._device)
 
     def _capture_and_run(self, plan: Plan, tokens: Tensor | None) -> Graph:
-        """The graph of a plan on a CPU, where a pass is captured while it is computed. Others were captured before, so
-        that none is expected to fail; one that does fails the step."""
+        """Return the graph of a plan on a CPU, where a pass is captured while it is computed. Others were captured
+        before, so that none is expected to fail; one that does fails the step."""
         numbers = self._numbers(plan)
         self._fill(numbers, plan, tokens)
         try:
@@ -223,8 +224,8 @@ class CapturedPasses:
             raise
 
     def _capture_idle(self, plan: Plan) -> Graph | None:
-        """The graph of a plan; None if none can be captured. What is wrong with the pass itself is raised when it is
-        launched kernel by kernel."""
+        """Return the graph of a plan; None if none can be captured. What is wrong with the pass itself is raised when
+        it is launched kernel by kernel."""
         try:
             numbers, idle = self._numbers(plan), plan.idle()
             numbers[: idle.numel()].copy_(idle)
@@ -241,7 +242,7 @@ class CapturedPasses:
         return "a graph" if self.on_gpu else "the operations"
 
     def _give_up(self, plan: Plan, error: Exception) -> None:
-        """No further graph is captured."""
+        """Capture no further graph."""
         self._captures = False
         log.warning(
             "capturing %s for %s failed (%s: %s); steps without one are launched operation by operation",

@@ -84,7 +84,7 @@ class Drafting:
                     parts.append(part)
                     asked.append((part.request.history, limit))
         if self._mtp is not None:
-            self._mtp.begin(parts)
+            self._mtp.take_parts(parts)
         proposed = self._speculator.propose_all(asked, len(decodes))
         left, places = self._most, {id(part): at for at, part in enumerate(decodes)}
         for part, drafts in zip(parts, proposed, strict=True):
@@ -164,12 +164,13 @@ class Drafting:
         request.num_accepted += len(path)
         self._speculator.verified(request.history, drafts, path)
 
-    def begin(self) -> None:
-        """Note that a step begins."""
+    def begin_step(self) -> None:
+        """Record that a step begins."""
         self._began = self._clock()
 
-    def timed(self, step: Step) -> None:
-        """Note that a step was computed and delivered. What drafters have computed for it is counted by itself."""
+    def end_step(self, step: Step) -> None:
+        """Record that a step was computed and delivered, and what it took. What drafters have computed for it is
+        counted by itself."""
         if step.parts[0].is_prefill:  # those of prompts come first
             return
         num_drafts = sum([part.num_drafts for part in step.parts])
@@ -180,8 +181,8 @@ class Drafting:
         seconds = self._clock() - self._began - self._speculator.spent
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
 
-    def end(self, request: Request) -> None:
-        """Forget a request, which has given its memory back."""
+    def forget(self, request: Request) -> None:
+        """Record that a request has given its memory back."""
         self._speculator.end(request.history)
 
 

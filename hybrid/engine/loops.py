@@ -85,7 +85,7 @@ class OverlapLoop(Loop):
             return False
         if self._bisector.group is not None:
             return False
-        if any(part.samples and part.request.forks for part in parts):
+        if not now.step.is_plain and any(part.samples and part.request.forks for part in parts):
             return False  # the other answers begin with a copy of the state, which the next pass would change
         # drafts follow the last token, which is not there
         return scheduler.drafting is None or not scheduler.drafting.awaits(parts)

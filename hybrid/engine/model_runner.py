@@ -30,7 +30,7 @@ class LaunchedPass(Protocol):
     """A pass that was launched, as a `Runner` returns it."""
 
     def results(self) -> list[Result]:
-        """One result per part of the step, once the device has them."""
+        """Return one result per part of the step, once the device has them."""
         ...
 
 
@@ -60,11 +60,11 @@ class ClosedRunner:
     """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
 
     def plan(self, step: Step, before: Any) -> Any:
-        """Refuses."""
+        """Refuse."""
         raise ClosedError("this engine was closed")
 
     def launch(self, plan: Any) -> Any:
-        """Refuses."""
+        """Refuse."""
         raise ClosedError("this engine was closed")
 
 

@@ -63,13 +63,14 @@ class Padding(NamedTuple):
     @classmethod
     @lru_cache(1024)
     def of(cls, num_requests: int, num_pages: int) -> Padding:
-        """For decoding requests: the next powers of two; rows beyond 16 in steps of 8."""
+        """Return the sizes for decoding requests: the next powers of two; rows beyond 16 in steps of 8."""
         rows = _power_from(num_requests) if num_requests <= 16 else ceil_div(num_requests, 8) * 8
         return cls(rows, max(MIN_WIDTH, _power_from(num_pages)))
 
     @classmethod
     def with_prompts(cls, tokens: int, prompts: int, captures: int, decodes: int, pages: int) -> Padding:
-        """For a step with prompts. There are more such layouts, so that what costs little is rounded up further."""
+        """Return the sizes for a step with prompts. There are more such layouts, so that what costs little is rounded
+        up further."""
         rows, width, *_ = cls.of(max(decodes, MIN_ROWS_BESIDE_PROMPTS), pages)
         return cls(
             _power_from(rows) if decodes else 0,
@@ -81,7 +82,7 @@ class Padding(NamedTuple):
 
     @classmethod
     def with_drafts(cls, decodes: int, drafts: int, pages: int) -> Padding:
-        """For decoding requests with drafts, however these are dealt out: powers of two of rows and of requests, and
+        """Return the sizes for drafts, however requests share them: powers of two of rows and of requests, and
         every other width, as each graph keeps its log. There are as many runs of padding as requests at least, so that
         none of them is longer than others are on average, and fewer runs than rows."""
         rows, width = _power_from(decodes + drafts), MIN_WIDTH
@@ -134,5 +135,5 @@ def _with_prompts(step: Step, num_drafts: int, num_pages: int, max_prompt_tokens
 
 
 def _power_from(count: int) -> int:
-    """The smallest power of two that is not less than a number."""
+    """Return the smallest power of two that is not less than a number."""
     return 1 << max(count - 1, 0).bit_length()

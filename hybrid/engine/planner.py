@@ -257,7 +257,7 @@ class Plan:
         return RUN_STARTS in self.layout
 
     def batch(self, numbers: Tensor) -> Batch:
-        """The batch as views of numbers of this layout."""
+        """Return the batch as views of numbers of this layout."""
 
         is_tree = STEPS in self.layout
 
@@ -310,7 +310,7 @@ class Plan:
         return SamplingRows(*self._view(numbers, SAMPLING).view(torch.float64))
 
     def idle(self) -> Tensor:
-        """Numbers of this layout with which a pass writes no page and no state."""
+        """Return numbers of this layout with which a pass writes no page and no state."""
         numbers = self.numbers.clone()
         for name, value in IDLE.items():
             if name in self.layout:
@@ -361,13 +361,15 @@ def plan(
     for part in prompts:
         rows.add(part, page_size, sources)
     num_known = len(rows.token_ids)
-    rows.pad(shape.tokens)
+    if prompts:
+        rows.pad(shape.tokens)
     num_prompt_rows = len(rows.token_ids)
     for part in decodes:
         rows.add(part, page_size, sources)
     num_rows, idle_prompts = len(rows.token_ids), max(0, shape.prompts - num_prompts)
     idle_decodes = max(0, shape.rows - len(decodes))
-    rows.pad(num_rows + idle_decodes)
+    if idle_decodes:
+        rows.pad(num_rows + idle_decodes)
     buffer.add("token_ids", rows.token_ids)
     buffer.add("positions", rows.positions)
     buffer.add("slot_mapping", rows.slots)
@@ -433,7 +435,7 @@ def plan(
 
 
 def _checkpoints(prompts: Sequence[Part]) -> list[tuple[int, int, int]]:
-    """The checkpoints that prompt parts write, as the batch has them."""
+    """Return the checkpoints that prompt parts write, as the batch has them."""
     return [
         (row, each.num_tokens - part.start, each.slot)
         for row, part in enumerate(prompts)
@@ -443,7 +445,7 @@ def _checkpoints(prompts: Sequence[Part]) -> list[tuple[int, int, int]]:
 
 
 def _add_media(buffer: PlanBuffer, parts: Sequence[Part], rows: Rows) -> tuple[Tensor, ...]:
-    """In a step with images, add rotary positions and the rows of images. Returns their embeddings."""
+    """Add, in a step with images, rotary positions and the rows of images. Returns their embeddings."""
     if not [part for part in parts if part.request.media is not None]:
         return ()
     rotary = np.tile(np.array(rows.positions, np.int64), (3, 1))
@@ -572,7 +574,7 @@ def run_starts(decodes: Sequence[Part], idle: int, runs: int) -> list[int]:
 
 
 def _block_table(parts: Sequence[Part], idle: int, width: int) -> np.ndarray:
-    """The page ids of each part, one row each, and rows of padding."""
+    """Return the page ids of each part, one row each, and rows of padding."""
     pages = [part.lease.block_table for part in parts]
     table = np.zeros((len(parts) + idle, max(width, 1, *map(len, pages))), np.int64)
     for row, own in zip(table, pages, strict=False):

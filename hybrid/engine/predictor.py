@@ -390,7 +390,7 @@ class MtpDrafter(ChainDrafter):
         """Name of the drafter."""
         return "mtp"
 
-    def begin(self, parts: Sequence[Part]) -> None:
+    def take_parts(self, parts: Sequence[Part]) -> None:
         """Take the parts of the next step whose requests may have drafts."""
         self._parts = {part.request.history: part for part in parts}
         self._proposed = {}

@@ -258,7 +258,7 @@ class Requests:
         if result.tokens and request.max_len == request.prompt_len:
             request.end_at_prompt()
         for at, token in enumerate(result.tokens):
-            if request.finish_reason is not None or request.is_full:
+            if request.finish_reason is not None or (request.constraints is not None and request.is_full):
                 request.num_accepted -= result.num_more - at  # these drafts are after the end
                 break
             if token == NO_TOKEN:

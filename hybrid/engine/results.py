@@ -160,13 +160,13 @@ class ForwardPass:
         self._sampling = sampling
         self._most_likely = most_likely
         self.run = run
-        self._settle: Callable[[], Tensor] | None = None
+        self._choose_sorted: Callable[[], Tensor] | None = None
         self._tokens: Tensor | None = None
         self._arriving: HostCopy
 
     def tokens(self) -> Tensor:
-        """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
-        yet."""
+        """Return the tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not
+        known yet."""
         if self._tokens is None:
             with torch_on_one_thread():
                 tokens = self._choose()
@@ -188,7 +188,7 @@ class ForwardPass:
             # of its own: the next pass may be launched before these tokens are read
             return self._send(likely.clone() if likely is not None else most_likely(self.logits), more)
         sampled = choose(self.logits, edits, self._sampling)
-        tokens, self._settle = sampled.tokens, sampled.settle
+        tokens, self._choose_sorted = sampled.tokens, sampled.choose_sorted
         if sampled.is_settled is not None:
             tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
         return self._send(checked(tokens, self.logits), more)
@@ -206,7 +206,7 @@ class ForwardPass:
         return rows
 
     def results(self) -> list[Result]:
-        """One result per part of the step, once the device has them."""
+        """Return one result per part of the step, once the device has them."""
         self.tokens()
         if self.run is not None:
             self.run.wait()
@@ -217,9 +217,9 @@ class ForwardPass:
         late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
         checks = more.pop(0) if self.finite_checkpoints is not None else ()
         if late:
-            assert self._settle is not None
+            assert self._choose_sorted is not None
             with torch_on_one_thread():
-                self._send(checked(self._settle(), self.logits), [])
+                self._send(checked(self._choose_sorted(), self.logits), [])
             tokens, *more = self._arriving.wait()
         bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
         return self._results(tokens, more or None, bad, late)
@@ -246,7 +246,7 @@ class ForwardPass:
         return tokens
 
     def _logprobs(self, tokens: Tensor, count: int) -> Logprobs:
-        """Log-probabilities of the `count` most likely tokens of the rows, and of the tokens chosen from them."""
+        """Return log-probabilities of the `count` most likely tokens of the rows, and of those chosen from them."""
         plan = self._plan
         logits, tokens = self.logits[: len(tokens)], tokens.clamp(min=0)
         if plan.targets is not None:
@@ -255,7 +255,7 @@ class ForwardPass:
         return token_logprobs(logits, tokens, count)
 
     def _results(self, tokens: list[int], logprobs: list[Any] | None, bad: set[int], late: set[int]) -> list[Result]:
-        """One result per part, from what has arrived: the tokens of all rows, their log-probabilities (None: not
+        """Return one result per part, from what has arrived: the tokens of all rows, their log-probabilities (None: not
         requested), the parts with a checkpoint that is not finite, and the rows that were unsettled."""
         results: list[Result] = []
         paths: list[list[int]] = []
@@ -283,7 +283,7 @@ class ForwardPass:
 
 
 def _with_more(result: Result, part: SampledRows, own: list[int], start: int, logprobs: list[Any] | None) -> Result:
-    """A result with the log-probabilities of the prompt, and the first tokens of other answers."""
+    """Return a result with the log-probabilities of the prompt, and the first tokens of other answers."""
     prompt: list[dict[int, float]] = []
     if part.num_prompt_logprobs is not None and logprobs is not None:
         for row, target in enumerate(part.targets):

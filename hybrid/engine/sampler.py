@@ -70,18 +70,18 @@ class SamplingRows(NamedTuple):
 
 
 def new_seed() -> int:
-    """A seed for a request whose parameters give none."""
+    """Return a seed for a request whose parameters give none."""
     return secrets.randbits(63)
 
 
 def uniform(seed: int, index: int) -> float:
-    """Number `index` of a request's own random numbers, in [0, 1): it depends on nothing else, so that a token
+    """Return number `index` of a request's own random numbers, in [0, 1): it depends on nothing else, so that a token
     that is sampled again after a failure is the same."""
     return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
 
 
 def sampling_numbers(rows: Sequence[SampleRow | None]) -> list[list[float]]:
-    """The numbers of `SamplingRows`.
+    """Return the numbers of `SamplingRows`.
 
     Args:
         rows: how the token of each is chosen; None: its token is not needed.
@@ -161,13 +161,13 @@ def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _compiled_softmax(logits: Tensor) -> Any:
-    """The module that computes probabilities of these logits, each row by itself; None: torch does."""
+    """Return the module that computes probabilities of these logits, each row by itself; None: torch does."""
     is_known = logits.dtype == torch.float32 and logits.dim() == 2 and logits.shape[1] > 0
     return compiled_for("elementwise", logits) if is_known else None
 
 
 def _weights(values: Tensor) -> Tensor:
-    """Probabilities as whole numbers: their sums are the same in any order, and so on any device."""
+    """Return probabilities as whole numbers: their sums are the same in any order, and so on any device."""
     return (values.double() * WHOLE).long()
 
 
@@ -178,8 +178,8 @@ def _place(summed: Tensor, number: Tensor, weights: Tensor) -> Tensor:
 
 
 def _most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of every row, falling, and their tokens, which rise among equal values. Which of those
-    that are equal to the last one are among them is open: that depends on the count."""
+    """Return the `count` largest values of every row, falling, and their tokens, which rise among equal values. Which
+    of those that are equal to the last one are among them is open: that depends on the count."""
     if count == values.shape[-1]:
         few, tokens = values.sort(dim=-1, descending=True, stable=True)
         return few, tokens
@@ -203,7 +203,7 @@ def _first_most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _falling(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The values of some tokens of every row, falling, and the tokens, which rise among equal values."""
+    """Return the values of some tokens of every row, falling, and the tokens, which rise among equal values."""
     tokens = tokens.sort(dim=-1).values
     few, order = values.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
     return few, tokens.gather(-1, order)
@@ -238,12 +238,12 @@ class Sampled(NamedTuple):
     Attributes:
         tokens: `[S]` int64; `NO_TOKEN` where an edited row has NaN, plus infinity, or nothing but minus infinity.
         is_settled: `[S]` bool; the other tokens are not known yet. None: all are settled.
-        settle: chooses all of them, by sorting the vocabulary.
+        choose_sorted: chooses all of them, by sorting the vocabulary.
     """
 
     tokens: Tensor
     is_settled: Tensor | None
-    settle: Callable[[], Tensor]
+    choose_sorted: Callable[[], Tensor]
 
 
 def most_likely(logits: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def compiled_most_likely(logits: Tensor) -> Tensor | None:
 
 
 def checked(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Tokens chosen from rows of logits, `NOT_FINITE` in the place of those of rows that are not."""
+    """Return tokens chosen from rows of logits, `NOT_FINITE` in the place of those of rows that are not."""
     return torch.where(logits.sum(-1).isfinite(), tokens, NOT_FINITE)  # NaN and infinity remain in a sum
 
 
@@ -283,13 +283,13 @@ def choose(logits: Tensor, edits: Edits | None, rows: SamplingRows | None) -> Sa
     def usable(tokens: Tensor) -> Tensor:
         return tokens if edits is None else torch.where(edited.max(-1).values.isfinite(), tokens, NO_TOKEN)
 
-    def settle() -> Tensor:
+    def choose_sorted() -> Tensor:
         return usable(sample(edited, rows))
 
     if rows is None:
-        return Sampled(settle(), None, settle)
+        return Sampled(choose_sorted(), None, choose_sorted)
     tokens, is_settled = presample(edited, rows)
-    return Sampled(usable(tokens), is_settled, settle)
+    return Sampled(usable(tokens), is_settled, choose_sorted)
 
 
 class Logprobs(NamedTuple):
@@ -306,7 +306,8 @@ class Logprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Log-probabilities of the `count` most likely tokens of every row, of equal ones the first, and of the chosen one.
+    """Return log-probabilities of the `count` most likely tokens of every row, of equal ones the first, and of the one
+    that was chosen.
 
     Args:
         logits: `[S, vocab]` fp32.

@@ -383,7 +383,7 @@ class Scheduler:
         if lease is not None:
             self.cache.close(lease)
         if self.drafting is not None:
-            self.drafting.end(request)
+            self.drafting.forget(request)
 
     def _keep_breakpoints(self, request: Request, num_tokens: int) -> None:
         """Pin the breakpoints of a prompt that are among its first `num_tokens` tokens, which are cached."""
@@ -441,11 +441,12 @@ class Scheduler:
         for request in list(self.running):
             if request.is_prefilling or (only is not None and request not in only):
                 continue
-            if request.is_held(request in self._expected):
-                continue
-            if request.is_complete or request.is_full:
-                self.completed.append(request)
-                continue
+            if request.constraints is not None:
+                if request.is_held(request in self._expected):
+                    continue
+                if request.is_complete or request.is_full:
+                    self.completed.append(request)
+                    continue
             self.at_hand = request
             part = self._decode_part(request)
             if part is not None:

@@ -137,7 +137,7 @@ class SampledRows(NamedTuple):
         return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
 
     def rows(self, end: int) -> list[int]:
-        """Its rows among the tokens of the batch, of which its own end at `end`."""
+        """Return its rows among the tokens of the batch, of which its own end at `end`."""
         first = end - (self.count - self.forks)
         last_known = first + self.before
         return [*range(first, end), *[last_known] * self.forks]
@@ -173,7 +173,8 @@ LAST_TOKEN, NOT_SAMPLED = SampledRows(True), SampledRows(False)
 
 
 def rows_of(sampled: Sequence[SampledRows], ends: Sequence[int]) -> list[int]:
-    """The rows of logits of parts among the tokens of the batch, of which those of each part end at one of `ends`."""
+    """Return the rows of logits of parts among the tokens of the batch, where those of each part end at one of
+    `ends`."""
     rows: list[int] = []
     for own, end in zip(sampled, ends, strict=True):
         rows += (end - 1,) if own.count == 1 else own.rows(end)
@@ -181,8 +182,8 @@ def rows_of(sampled: Sequence[SampledRows], ends: Sequence[int]) -> list[int]:
 
 
 def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tuple[Request | None, Sequence[int], int]]:
-    """For each row of logits the token that is chosen from it: of which request (None: none is wanted), after which
-    drafts, as if they are right, and after how many tokens that are not in its history yet."""
+    """Return for each row of logits which token is chosen from it: of which request (None: none is wanted), after which
+    drafts, as if they were right, and after how many tokens that are not in its history yet."""
     tokens: list[tuple[Request | None, Sequence[int], int]] = []
     for part, own in zip(parts, sampled, strict=True):
         request = part.request if own.samples else None
@@ -199,15 +200,15 @@ def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tup
 
 
 def targets_of(sampled: Sequence[SampledRows]) -> tuple[int, ...] | None:
-    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
-    no others."""
+    """Return for each row of logits the token whose log-probability is requested, -1 for that which is chosen. None if
+    there are no others."""
     if not [own for own in sampled if own.targets]:
         return None
     return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
 
 
 def most_logprobs(sampled: Sequence[SampledRows]) -> int | None:
-    """Number of log-probabilities that a row has, at most; None: none."""
+    """Return the number of log-probabilities that a row has, at most. None if none are requested."""
     wanted = [own.num_logprobs for own in sampled if own.num_logprobs is not None]
     wanted += [own.num_prompt_logprobs for own in sampled if own.num_prompt_logprobs is not None]
     return max(wanted, default=None)

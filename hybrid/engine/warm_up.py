@@ -87,7 +87,7 @@ class Limits(NamedTuple):
 
 
 def sizes(limits: Limits) -> Iterator[Size]:
-    """Steps of every kind, within the limits of an engine; prompts of a chunk in any case.
+    """Generate steps of every kind, within the limits of an engine; prompts of a chunk in any case.
 
     Tiles of matrix products and of attention depend on the number of rows, pieces of attention on the width of block
     tables, and where decoded rows follow those of prompts, their address may be aligned or not.
@@ -112,13 +112,13 @@ def sizes(limits: Limits) -> Iterator[Size]:
 
 
 def row_counts(max_requests: int) -> list[int]:
-    """Numbers of decoding requests, one for every choice of tiles."""
+    """Return numbers of decoding requests, one for every choice of tiles."""
     powers = (1 << power for power in range(6, max_requests.bit_length()))
     return [count for count in (*ROWS, *powers) if count <= max_requests]
 
 
 def _drafted(limits: Limits) -> Iterator[tuple[int, int]]:
-    """Numbers of requests, and of drafts of each."""
+    """Generate numbers of requests, and of drafts of each."""
     if not limits.drafts:
         return
     for rows in ROWS_WITH_DRAFTS:
@@ -128,7 +128,7 @@ def _drafted(limits: Limits) -> Iterator[tuple[int, int]]:
 
 
 def idle_batch(size: Size, chunk_size: int, deterministic: bool, slot: int, device: torch.device) -> Batch:
-    """A batch of these sizes that writes one state slot, and no page."""
+    """Return a batch of these sizes that writes one state slot, and no page."""
     starts = [0, *accumulate(size.prompts)]
     num_prompt, num_rows = starts[-1], starts[-1] + size.rows
 
@@ -180,7 +180,7 @@ def _steps(requests: int, count: int, device: torch.device) -> StateSteps:
 
 
 def run(model: Any, size: Size, deterministic: bool, slot: int, kv: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """A pass of these sizes, and what is computed after it for drafts that are accepted.
+    """Return a pass of these sizes, and what is computed after it for drafts that are accepted.
 
     Args:
         model: computes a batch.

@@ -55,7 +55,7 @@ class Acceptance:
         self._right = DECAY * self._right + right
         self._expected = DECAY * self._expected + expected
 
-    def is_due(self, now: int) -> bool:
+    def should_ask(self, now: int) -> bool:
         """Return whether to ask the drafter in a pass.
 
         Args:
@@ -64,7 +64,7 @@ class Acceptance:
         return now > self._waits_until
 
     def was_worth(self, is_worth: bool, now: int) -> None:
-        """Note whether drafts were worth computing. If not, there is a pause, each twice as long as the one before."""
+        """Record whether drafts were worth computing. If not, there is a pause, twice as long as the one before."""
         self.misses = 0 if is_worth else self.misses + 1
         self._waits_until = now + self._wait() if self.misses else 0
 

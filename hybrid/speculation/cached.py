@@ -96,7 +96,7 @@ class FollowedTokens:
                 self.is_proven = True
 
     def skip(self) -> None:
-        """Note that the next token of the history replaces that of the source."""
+        """Record that the next token of the history replaces that of the source."""
         self.at += 1
         self.start += 1
         self.matched = self.followed = 0
@@ -193,7 +193,8 @@ class _Reading:
         self._read = 1  # pairs up to here are known
 
     def indexed(self) -> None:
-        """More tokens were indexed: of pairs those among the last of them are known here, which few tokens follow."""
+        """Record that more tokens were indexed: of pairs those among the last of them are known here, which few tokens
+        follow."""
         self._latest.clear()
         self._read = max(1, self.piece.end - MAX_BACK)
 
@@ -338,7 +339,7 @@ CachedDrafter = ContinuationDrafter | GramDrafter
 
 
 def _size(index: GramIndex) -> int:
-    """Tokens that an index counts as."""
+    """Return the number of tokens that an index counts as."""
     return max(index.num_tokens, LEAST_TOKENS)
 
 

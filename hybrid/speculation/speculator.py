@@ -202,7 +202,7 @@ class _Known:
     asked: int = 0
     found: int = 0
 
-    def is_left_out(self, now: int) -> bool:
+    def should_skip(self, now: int) -> bool:
         """Return whether no drafter is asked in this pass: of those in which none would be computed, most are left
         out."""
         return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
@@ -301,7 +301,7 @@ class Speculator:
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes = now = known.passes + 1
-            if self._config.adaptive and known.is_left_out(now):
+            if self._config.adaptive and known.should_skip(now):
                 continue
             known.asked = now
             if known.watched:
@@ -335,12 +335,12 @@ class Speculator:
         looked: list[tuple[_Known, bool, bool]] = []
         for history in histories:
             known = self._known.get(history) or self._begin(history)
-            is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
+            is_asked = not (self._config.adaptive and known.should_skip(known.passes + 1))
             drafts = None
             for asked in self._drafters.values() if is_asked else ():
                 if asked.cached is not None:
                     drafts = drafts or self._ask_cached(asked, asked.cached, history, self._config.max_drafts)
-                elif not self._config.adaptive or known.acceptance[asked.name].is_due(known.passes + 1):
+                elif not self._config.adaptive or known.acceptance[asked.name].should_ask(known.passes + 1):
                     return False
             own = [*accumulate(drafts.chances or (), mul)][1:] if drafts is not None else []
             chances += own  # of those after the token that is not known
@@ -392,7 +392,7 @@ class Speculator:
         return counts
 
     def _judge(self, asked: _Asked, known: _Known, is_worth: bool) -> None:
-        """Note whether what a drafter has proposed for a request is worth computing, and what it took to have it."""
+        """Record whether what a drafter has proposed for a request is worth computing, and what it took to have it."""
         own = known.acceptance[asked.name]
         own.was_worth(is_worth, known.passes)
         asked.expected.misses = own.misses
@@ -403,7 +403,7 @@ class Speculator:
         for tree in trees:
             if self._config.adaptive:
                 own = tree.known.acceptance.get(asked.name)
-                if own is not None and not own.is_due(tree.known.passes):
+                if own is not None and not own.should_ask(tree.known.passes):
                     continue
                 if not tree.drafts.is_empty and tree.drafts.chances[0] >= ENOUGH:
                     continue

@@ -240,13 +240,13 @@ def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
 def test_drafts_that_are_not_worth_it_are_looked_at_less_and_less() -> None:
     measured, looked = Acceptance(0.6), []
     for at in range(1, 301):
-        if measured.is_due(at):
+        if measured.should_ask(at):
             looked.append(at)
             measured.was_worth(False, at)
     assert looked[:3] == [1, 2, 4] and len(looked) < 15 and looked[-1] - looked[-2] == MAX_WAIT + 1
-    assert not any(Acceptance(0.6, measured.misses).is_due(at) for at in range(1, 4))
+    assert not any(Acceptance(0.6, measured.misses).should_ask(at) for at in range(1, 4))
     measured.was_worth(True, 300)
-    assert measured.is_due(301)
+    assert measured.should_ask(301)
 
 
 @pytest.mark.parametrize("extra", [0.0, 6.0])
