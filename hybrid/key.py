@@ -195,12 +195,13 @@ def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, st
     A binary search with memcmp: 128k tokens take a few microseconds.
     """
     at, end = b_start, b_start + min(len(a) - a_start, len(b) - b_start, limit)
-    shift, view = a_start - b_start, memoryview(b)  # its slices copy nothing
+    shift = a_start - b_start
     size = step << ((end - at) // step).bit_length()
-    while size > step:
-        size >>= 1
-        if at + size <= end and a.startswith(view[at : at + size], at + shift):
-            at += size
+    with memoryview(b) as view:  # its slices copy nothing; one that an exception keeps would not let `b` grow
+        while size > step:
+            size >>= 1
+            if at + size <= end and a.startswith(view[at : at + size], at + shift):
+                at += size
     return at - b_start
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hybrid import ArgumentError
 from hybrid.key import PAIRS, TOKEN_BYTES, Key, check_namespace, common_prefix, names_of
+from support.planted import Planted, PlantedError
 
 
 def naive_common_prefix(a: list[int], b: list[int], a_start: int, b_start: int, step: int, most: int) -> int:
@@ -32,6 +33,22 @@ def test_the_common_prefix_is_the_one_found_token_by_token(seed: int) -> None:
         in_bytes = (count * TOKEN_BYTES for count in (a_start, b_start, step, most))
         found = common_prefix(Key.of(a).ids, Key.of(b).ids, *in_bytes)
         assert found == naive_common_prefix(a, b, a_start, b_start, step, most) * TOKEN_BYTES
+
+
+@pytest.mark.usefixtures("untraced")
+def test_an_exception_while_ids_are_compared_lets_them_grow_though_it_is_kept() -> None:
+    kept, line, planted = [], 0, Planted(0)
+    while not line or planted.was_raised:
+        line += 1
+        a, b = bytes(40), bytearray(40)
+        planted = Planted(line, "key.py", spares_locks=True)
+        try:
+            with planted.traced():
+                assert common_prefix(a, b, 0, 0, TOKEN_BYTES, 40) == 40
+        except PlantedError as error:
+            kept.append(error)
+        b += a
+    assert len(kept) > 5
 
 
 def test_ids_given_as_an_array_a_list_or_a_tuple_are_one_key() -> None:
