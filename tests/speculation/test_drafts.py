@@ -109,11 +109,11 @@ def test_a_number_of_drafts_that_cannot_be_is_refused(bad: object) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"name": 5}, "name must be a string"),
-        ({"name": []}, "name must be a string"),
-        ({"prior": "a"}, "prior must be a number"),
-        ({"prior": None}, "prior must be a number"),
-        ({"prior": float("nan")}, "prior must be a number"),
+        ({"name": 5}, "name must be a text"),
+        ({"name": []}, "name must be a text"),
+        ({"prior": "a"}, "prior must be from 0 to 1"),
+        ({"prior": None}, "prior must be from 0 to 1"),
+        ({"prior": float("nan")}, "prior must be from 0 to 1"),
         ({"prior": 1.5}, "prior must be from 0 to 1"),
         ({"prior": -1}, "prior must be from 0 to 1"),
     ],
