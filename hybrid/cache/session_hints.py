@@ -43,7 +43,7 @@ class SessionHints:
         end = found.deepest
         if end is not None and end.end > found.num_page_tokens:
             end = None  # others continue in the middle of its edge
-        self._sessions.ended(name, end, hints, tenant)
+        self._sessions.end_request(name, end, hints, tenant)
         if hints.retain:
             try:
                 pin = self._pins.add(key, hints.retain, hints.retain_tokens)
@@ -62,7 +62,7 @@ class SessionHints:
         name = tenant, namespace, session
         if hints.end_session or hints.release:
             self._unpin(name)
-            return self._sessions.end(name, tenant)
+            return self._sessions.end_session(name, tenant)
         return hints.expect_resume is not None and self._sessions.expect(name, hints.expect_resume)
 
     def _unpin(self, name: Name) -> None:

@@ -29,7 +29,7 @@ class MirrorOptions:
 
     @classmethod
     def read(cls, where: str, given: Any) -> Self:
-        """The options in an object of JSON.
+        """Read the options in an object of JSON.
 
         Args:
             where: the option of the other engine that it is in, for messages.

@@ -28,13 +28,13 @@ class PageParts:
 
     @classmethod
     def of(cls, values: Any = ()) -> PageParts:
-        """The pages of one part, or a copy of pages in parts."""
+        """Hold the pages of one part, or a copy of pages in parts."""
         parts = cls()
         parts.extend(values)
         return parts
 
     def __len__(self) -> int:
-        """Number of pages."""
+        """Return the number of pages."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, where: slice) -> PageParts:
@@ -55,7 +55,7 @@ class PageParts:
         return PageParts(found)
 
     def overlaps(self, start: int, end: int) -> Iterator[tuple[Any, int, int]]:
-        """The parts that pages `[start, end)` are in, each with the range of its own pages that is meant."""
+        """List the parts that pages `[start, end)` are in, each with the range of its own pages that is meant."""
         ends = self._ends
         at = bisect_right(ends, start)
         first = ends[at - 1] if at else 0

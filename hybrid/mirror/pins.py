@@ -49,7 +49,7 @@ class NamedPins:
             self.remove(first[1])
 
     def remove_next_to_expire(self) -> bool:
-        """End the pin that would expire first. False when there is none."""
+        """End the pin that would expire first. False if there is none."""
         first = self._ends.first
         if first is not None:
             self.remove(first[1])

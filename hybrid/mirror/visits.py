@@ -76,8 +76,8 @@ class Visits:
         self.seconds: float = 0.0
 
     def match(self, rid: str, key: Key, limit: int, seconds: float | None = None) -> tuple[Match, int]:
-        """The longest cached prefix of a request, and how much of it the tree has had. Counts when it is the request's
-        first.
+        """Find the longest cached prefix of a request, and how much of it the tree has had. Counts when it is the
+        request's first.
 
         Args:
             seconds: when the request came; None: times are not known.
@@ -117,16 +117,16 @@ class Visits:
             del self._keys[next(iter(self._keys))]
 
     def key(self, rid: str, ids: Sequence[int]) -> Key | None:
-        """The key that was kept of a request's ids. Where these are the object of then, it is their beginning: SGLang
-        only ever adds to them."""
+        """Return the key that was kept of a request's ids, if these are the same object: SGLang only ever adds to it, so
+        that the key is their beginning. None if it is another."""
         kept = self._keys.get(rid)
         return kept[1] if kept is not None and kept[0] is ids else None
 
     def __contains__(self, rid: str) -> bool:
-        """Whether a request has been matched."""
+        """Tell whether a request has been matched."""
         return rid in self._histories
 
-    def leave(self, rid: str, num_answered: int) -> None:
+    def end_request(self, rid: str, num_answered: int) -> None:
         """Record that a request has ended, with an answer of `num_answered` tokens; 0: it has none."""
         known = self._histories.pop(rid, None)
         if known is not None and num_answered:
@@ -135,7 +135,7 @@ class Visits:
         self._anchors.pop(rid, None)
 
     def describe(self, rid: str, num_tokens: int, kind: Kind) -> StateOrigin:
-        """A state of a request at a position."""
+        """Describe a state of a request at a position."""
         if not self._learns:
             return PLAIN
         known = self._histories.get(rid)
@@ -167,17 +167,17 @@ class Visits:
             return origin, True
         return origin._replace(past=usage), False
 
-    def expect(self, coming: Expected) -> None:
-        """This is the next insert."""
+    def expect_insert(self, coming: Expected) -> None:
+        """Record what the next insert is."""
         self._expected = coming
 
-    def expected(self, params: Any) -> Expected | None:
-        """The insert that was announced with these parameters, once."""
+    def take_expected(self, params: Any) -> Expected | None:
+        """Return the insert that was announced with these parameters, once. None if there was none."""
         expected, self._expected = self._expected, None
         return expected if expected is not None and expected.params is params else None
 
     def arrival(self, key: Key) -> StateOrigin:
-        """The state of an insert that was not announced, as far as the tree itself can tell."""
+        """Describe the state of an insert that was not announced, as far as the tree itself can tell."""
         if not self._learns:
             return PLAIN
         found = self._tree.peek(key, len(key))
@@ -188,7 +188,7 @@ class Visits:
 
 
 def dfs_weight_order(nodes: Sequence[Node | None]) -> list[int]:
-    """The order of a walk through the tree, at every node first to where most requests are; None is the empty prefix.
+    """Order a walk through the tree, at every node first to where most requests are; None is the empty prefix.
 
     Returns:
         Places in `nodes`: requests of one node come one after the other, those of a node after all below it.

@@ -64,7 +64,7 @@ IN_ASCII = str.maketrans(
 
 
 def in_ascii(text: str) -> str:
-    """A text for a terminal that has ASCII alone; a character without another form is a question mark."""
+    """Make text for a terminal that has ASCII alone; a character without another form is a question mark."""
     return text.translate(IN_ASCII).encode("ascii", "replace").decode()
 
 
@@ -115,7 +115,7 @@ def draw_text(snapshot: dict[str, Any], *, width: int = 100, fold: bool = True) 
 
 
 def _describe(chain: list[dict[str, Any]], snapshot: dict[str, Any], width: int) -> str:
-    """A chain of nodes in one line: range, pages, checkpoints, size, locks, and how its text begins."""
+    """Describe a chain of nodes in one line: range, pages, checkpoints, size, locks, and how its text begins."""
     first, last = chain[0], chain[-1]
     num_pages = sum(node["num_pages"] for node in chain)
     num_checkpoints = sum(node["has_checkpoint"] for node in chain)
@@ -147,7 +147,7 @@ PLACE = "/*SNAPSHOT*/null"
 
 
 def make_page(snapshot: dict[str, Any]) -> str:
-    """The page. It loads nothing: what it shows and how is all in it."""
+    """Make the page. It loads nothing: what it shows and how is all in it."""
     template = files("hybrid.observe").joinpath("tree.html").read_text(encoding="utf-8")
     data = json.dumps(snapshot, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     # Text of prompts may hold anything, "</script>" too: inside a script no "<" may begin an element.

@@ -12,7 +12,7 @@ MAX_CHARACTERS = 4000
 
 
 def bar(parts: Sequence[tuple[int, str, str]], total: int) -> str:
-    """A bar of coloured parts.
+    """Draw a bar of coloured parts.
 
     Args:
         parts: (amount, colour, title) of each.
@@ -31,7 +31,7 @@ def bar(parts: Sequence[tuple[int, str, str]], total: int) -> str:
 
 
 def table(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str:
-    """A table of names and values, under a title and a picture.
+    """Make a table of names and values, under a title and a picture.
 
     Args:
         title, rows: texts.
@@ -45,7 +45,7 @@ def table(title: str, rows: Sequence[tuple[str, str]], picture: str = "") -> str
 
 
 def answer(text: str, num_cached: int, num_prompt: int, rows: Sequence[tuple[str, str]]) -> str:
-    """An answer: its text, and how much of the prompt was cached.
+    """Show an answer: its text, and how much of the prompt was cached.
 
     Args:
         text: of the answer.
@@ -59,7 +59,7 @@ def answer(text: str, num_cached: int, num_prompt: int, rows: Sequence[tuple[str
 
 
 def memory(kinds: Sequence[tuple[str, int, str]], num_free: int, rows: Sequence[tuple[str, str]], tree: str) -> str:
-    """A cache: what its memory holds, its figures, and its tree.
+    """Show a cache: what its memory holds, its figures, and its tree.
 
     Args:
         kinds: (name, bytes, colour) of what it holds.

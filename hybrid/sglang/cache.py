@@ -197,7 +197,7 @@ class StateComponent(MambaComponent):
             arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished), is_finished)
             below = core.node_by_id(req.last_node) if req.lock is not None else None
             key = core.visits.key(req.rid, req.full_untruncated_fill_ids)
-            core.visits.expect(Expected(insert_params, arrival, below, key))
+            core.visits.expect_insert(Expected(insert_params, arrival, below, key))
             if not is_admitted:
                 return position
         length: int | None = super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
@@ -208,7 +208,7 @@ class StateComponent(MambaComponent):
     ) -> None:
         """Clean up as SGLang does, and forget a request that has ended."""
         if is_finished:
-            self.tree_core.visits.leave(req.rid, len(req.output_ids))
+            self.tree_core.visits.end_request(req.rid, len(req.output_ids))
             self._note_hints(req)
         super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
 
@@ -227,7 +227,7 @@ class StateComponent(MambaComponent):
         end = found.deepest if found.deepest is not None and found.deepest.end == found.num_page_tokens else None
         space = str(getattr(req, "extra_key", None)), str(getattr(req, "cache_salt", None))
         session = None if name is None else (*space, name)
-        core.sessions.ended(session, end, hints)
+        core.sessions.end_request(session, end, hints)
 
     def _position(self, req: Any, token_ids_len: int, is_finished: bool) -> int | None:
         """The position of the state that would be offered; None: there is none, or only SGLang can tell."""

@@ -199,7 +199,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             return InsertStepResult(
                 actions=[], result=InsertResult(prefix_len=0, mamba_exist=True, last_device_node=root)
             )
-        expected = self.visits.expected(params)
+        expected = self.visits.take_expected(params)
         key = expected.key if expected is not None else None
         if key is None or len(key) < num_tokens:
             key = key_of(params.key, self.page_size)

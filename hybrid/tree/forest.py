@@ -46,7 +46,7 @@ class Forest:
         self.counters: list[LockedPathCounter] = []
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
-        """Every node except the roots, parents first, with its namespace."""
+        """Iterate over every node except the roots, parents first, with its namespace."""
         for namespace, root in self.roots.items():
             stack = list(reversed(root.children.values()))
             while stack:
@@ -69,7 +69,7 @@ class Forest:
                 counter.extended(len(pages))
 
     def add_leaf(self, parent: Node, ids: bytes, pages: PageValues, usage: NodeUsage, owner: Tenant) -> Node:
-        """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
+        """Add a child to `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
         run, start = parent.run, parent.end
         end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
@@ -213,7 +213,7 @@ class Forest:
 
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:
-    """The usage of a part of a node that has no checkpoint of its own."""
+    """Make the usage of a part of a node that has no checkpoint of its own."""
     return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at)
 
 
@@ -255,7 +255,7 @@ def descend(ids: bytes, node: Node, end: int, page_bytes: int) -> tuple[Node, in
 
 
 def _deepest(ids: bytes, node: Node, end: int) -> Node:
-    """The deepest node of a run up to which a key follows it, from a node of the run that is on the key's path."""
+    """Find the deepest node of a run up to which a key follows it, from a node of the run that is on the key's path."""
     run, offset = node.run, node.end * TOKEN_BYTES
     nodes, shift = run.nodes, run.start * TOKEN_BYTES
     low = run.index(node) + 1
@@ -281,7 +281,7 @@ class LockedPathCounter:
 
     Attributes:
         changed: nodes that have become ends, or are ends no more, and wait to be counted. The one that adds them calls
-            `settle` before they are many more than `MAX_CHANGED`.
+            `recount` before they are many more than `MAX_CHANGED`.
         reasons: of each node whose pages are counted, why: it is counted as an end, and each child that is counted.
     """
 
@@ -295,10 +295,10 @@ class LockedPathCounter:
     @property
     def num_pages(self) -> int:
         """Number of pages on the paths."""
-        self.settle()
+        self.recount()
         return self._num_pages
 
-    def settle(self) -> None:
+    def recount(self) -> None:
         """Bring the count up to date."""
         while self.changed:
             node = self.changed.pop()
@@ -330,27 +330,27 @@ class LockedPathCounter:
             self._num_pages -= above.num_pages
             above = above.parent
 
-    def is_right(self, nodes: Iterable[Node]) -> bool:
+    def check(self, nodes: Iterable[Node]) -> bool:
         """Return whether the counts are those of these nodes, all that there are: for `Tree.check`."""
-        self.settle()
+        self.recount()
         other = LockedPathCounter(self._is_end)
         other.changed.update(node for node in nodes if self._is_end(node))
-        other.settle()
+        other.recount()
         counted = {node for node in self._counted if node.parent is not None}  # no page is on the path to a root
         return (counted, self.reasons, self._num_pages) == (other._counted, other.reasons, other._num_pages)
 
     # What the forest does to nodes
 
     def extended(self, num_pages: int) -> None:
-        """The edge of a leaf that is in `reasons` has `num_pages` more pages."""
+        """Record that the edge of a leaf that is in `reasons` has `num_pages` more pages."""
         self._num_pages += num_pages
 
     def split(self, upper: Node) -> None:
-        """The upper part of the edge of a node that is in `reasons` has become a node of its own."""
+        """Record that the upper part of the edge of a node that is in `reasons` has become a node of its own."""
         self.reasons[upper] = 1
 
     def leaving(self, node: Node) -> None:
-        """A node that is in `reasons` and no end is about to be cut, removed or joined to its only child."""
+        """Record that a node in `reasons` that is no end is about to be cut, removed or joined to its only child."""
         if node in self._counted:
             self._counted.remove(node)
             self._uncount(node)

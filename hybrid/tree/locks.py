@@ -37,13 +37,13 @@ class Locks:
     @property
     def num_pages(self) -> int:
         """Pages that locks protect."""
-        self._settle()
+        self._recount()
         return self._pages.num_pages
 
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints that locks protect."""
-        self._settle()
+        self._recount()
         return len(self._protected)
 
     @property
@@ -56,14 +56,14 @@ class Locks:
         """Checkpoints that locks of pins protect."""
         return len(self._pinned)
 
-    def is_right(self, nodes: Iterable[Node]) -> bool:
+    def check(self, nodes: Iterable[Node]) -> bool:
         """Return whether what locks protect is counted as it is: for `Tree.check`.
 
         Args:
             nodes: all that there are.
         """
         many = list(nodes)
-        return self._pages.is_right(many) and self._pinned_pages.is_right(many)
+        return self._pages.check(many) and self._pinned_pages.check(many)
 
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
         """Protect the pages from the root to the node's end.
@@ -74,7 +74,7 @@ class Locks:
         """
         lock = PageLock(self, node)  # before the cut, which nothing would undo if this failed
         if len(self._changed) > MAX_CHANGED:
-            self._settle()
+            self._recount()
         if num_tokens is not None and num_tokens < node.end:
             node = lock.node = self._forest.split(node, num_tokens)
         self._changed.add(node)
@@ -85,20 +85,20 @@ class Locks:
         """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
         if len(self._changed) > MAX_CHANGED:
-            self._settle()
+            self._recount()
         self._changed.add(node)
         node.page_locks += 1
         node.state_locks += 1
         return lock
 
     def checkpoint_came(self, node: Node) -> None:
-        """A tombstone on which state locks are owns a checkpoint now: they protect it."""
+        """Record that a tombstone on which state locks are owns a checkpoint now: they protect it."""
         self._changed.add(node)
 
     def pin(self, node: Node) -> StateLock:
         """Protect a checkpoint as `lock_state` does, for a pin."""
         if len(self._pinned_pages.changed) > MAX_CHANGED:
-            self._pinned_pages.settle()
+            self._pinned_pages.recount()
         lock = self.lock_state(node)
         self._pins.add(lock)
         self._pinned[node] = self._pinned.get(node, 0) + 1
@@ -137,14 +137,14 @@ class Locks:
             if node.slot is None:
                 self._forest.join(node)
 
-    def _settle(self) -> None:
+    def _recount(self) -> None:
         """Count what the locks protect that have come and gone since the last call."""
         for node in self._changed:
             if node.state_locks and node.slot is not None:
                 self._protected.add(node)
             else:
                 self._protected.discard(node)
-        self._pages.settle()
+        self._pages.recount()
 
     def _unpin(self, lock: StateLock, node: Node) -> None:
         self._pins.remove(lock)

@@ -106,7 +106,7 @@ def ids_as_names(last: bytes, ids: bytes | bytearray, page_bytes: int, start: in
 
 
 def ids_between(run: Run, start: int, end: int) -> bytes:
-    """The bytes of the token ids of positions `[start, end)` on the path to a run and in it."""
+    """Return the bytes of the token ids of positions `[start, end)` on the path to a run and in it."""
     parts = []
     while True:
         first = max(start, run.start)

@@ -87,7 +87,7 @@ class NodeUsage:
     path: Any = None
 
     def stored_for(self, tenant: Tenant, priority: int) -> None:
-        """A request of a tenant stores the checkpoint, and gives it a priority: what another one gave ends."""
+        """Record that a request of a tenant stores the checkpoint, with a priority: what another tenant gave ends."""
         if self.tenant is not tenant:
             self.tenant, self.priority = tenant, priority
         elif priority > self.priority:
@@ -147,7 +147,7 @@ class Run:
         return parent
 
     def num_names(self, num_tokens: int) -> int:
-        """Number of names up to a position."""
+        """Return the number of names up to a position."""
         return num_tokens // self.name_step - self.start // self.name_step
 
     def take_over(self, below: Run) -> None:
@@ -208,7 +208,7 @@ class Run:
         run.pages[place - run.start // run.page_size] = to
 
     def index(self, node: Node) -> int:
-        """The place of a node among the nodes."""
+        """Return the place of a node among the nodes."""
         return len(self.nodes) - 1 if self.nodes[-1] is node else bisect_left(self.nodes, node.end, key=end_of)
 
 
@@ -274,7 +274,7 @@ class Node:
         return (self.end - self.start) // self.run.page_size
 
     def checkpoint_above(self) -> Node | None:
-        """The nearest node above this one that owns a checkpoint."""
+        """Find the nearest node above this one that owns a checkpoint. None if none does."""
         node: Node | None = self
         end = self.end
         while node is not None and node.parent is not None:

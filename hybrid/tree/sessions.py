@@ -37,8 +37,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._states)
 
-    def ended(self, session: Hashable | None, end: Node | None, hints: Hints, tenant: str | None = None) -> None:
-        """A request has ended, of a session or of none, and its pages end with a node: do what its hints say.
+    def end_request(self, session: Hashable | None, end: Node | None, hints: Hints, tenant: str | None = None) -> None:
+        """Record that a request has ended, of a session or of none, and its pages end with a node: do what its hints
+        say.
 
         Args:
             tenant: whose states these are.
@@ -47,7 +48,7 @@ class Sessions:
         if session is not None and end is not None:
             self._note(session, end)
         if hints.end_session and session is not None:
-            self.end(session, tenant)
+            self.end_session(session, tenant)
         elif end is None or end.parent is None:
             return
         elif hints.release or hints.end_session:
@@ -56,15 +57,15 @@ class Sessions:
             self._expect(end, hints.expect_resume)
 
     def expect(self, session: Hashable, seconds: float) -> bool:
-        """A session continues after a number of seconds. Returns whether it is known."""
+        """Record that a session continues after a number of seconds. Returns whether it is known."""
         for node in reversed(self._states.get(session, {})):
             if node.parent is not None and node.slot is not None:
                 self._expect(node, seconds)
                 return True
         return False
 
-    def end(self, session: Hashable, tenant: str | None = None) -> bool:
-        """A session has ended: what only it has is evicted first. Returns whether it was known."""
+    def end_session(self, session: Hashable, tenant: str | None = None) -> bool:
+        """Record that a session has ended: what only it has is evicted first. Returns whether it was known."""
         states = self._states.pop(session, None)
         for node in reversed(states or {}):
             if node.parent is not None:

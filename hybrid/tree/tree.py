@@ -194,7 +194,7 @@ class Tree:
         for what, (counted, there) in counts.items():
             if counted != there:
                 wrong.append(f"the tree counts {counted} {what} and has {there}")
-        if self.locks.num_pages == num_held and not self.locks.is_right(nodes):
+        if self.locks.num_pages == num_held and not self.locks.check(nodes):
             wrong.append("the nodes that are counted as locked, or as above a lock, are others")
         pages, checkpoints = Counter[Tenant](), Counter[Tenant]()
         for node in nodes:

@@ -583,13 +583,13 @@ class Mirror:
             if request.is_finished() and (visit.options.session is not None or visit.options.hints != NO_HINTS):
                 self._ended(visit.options, end)
         if request.is_finished():
-            self.visits.leave(request.request_id, request.num_output_tokens)
+            self.visits.end_request(request.request_id, request.num_output_tokens)
 
     def _ended(self, options: RequestOptions, end: Node | None) -> None:
         """A request has ended, with its pages up to a node: do what its hints say."""
         if options.session is not None and (options.hints.release or options.hints.end_session):
             self.pins.remove(options.key or "/".join(options.session))
-        self.sessions.ended(options.session, end, options.hints)
+        self.sessions.end_request(options.session, end, options.hints)
 
     def evict(self, num_blocks: int) -> bool:
         """Let go of what is worth least: a state, or up to n blocks of pages that no state needs.

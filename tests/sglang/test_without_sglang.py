@@ -362,7 +362,7 @@ def test_a_request_uses_a_state_once_however_often_it_is_looked_for() -> None:
     assert (usage.hits, seen.tree.candidates.now) == (1, 1)
     seen.visits.match("b", seen.key, 8)
     assert usage.hits == 2
-    seen.visits.leave("a", 1)
+    seen.visits.end_request("a", 1)
     seen.visits.match("a", seen.key, 8)
     assert usage.hits == 3
 
@@ -376,11 +376,11 @@ def test_states_are_known_by_the_path_of_their_request_where_times_are_known() -
     assert origin.path is not None
     assert (origin.path.seconds, origin.path.place) == (100.0, None)
     assert seen.visits.admit(seen.key, 4, origin, tails_help=True)[0].path is origin.path
-    seen.visits.leave("a", 0)
+    seen.visits.end_request("a", 0)
     assert origin.path.place is None  # it has no answer
     seen.visits.match("a", seen.key, 8, 101.0)
     path = seen.visits.describe("a", 4, Kind.TURN_END).path
-    seen.visits.leave("a", 7)
+    seen.visits.end_request("a", 7)
     assert path is not None
     assert path.place == 0
 
@@ -413,11 +413,11 @@ def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_i
 def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:
     seen, params = Seen(), SimpleNamespace()
     coming = Expected(params, seen.visits.describe("a", 8, Kind.INTERVAL))
-    seen.visits.expect(coming)
-    assert seen.visits.expected(params) is coming
-    assert seen.visits.expected(params) is None  # once
-    seen.visits.expect(coming)
-    assert seen.visits.expected(SimpleNamespace()) is None
+    seen.visits.expect_insert(coming)
+    assert seen.visits.take_expected(params) is coming
+    assert seen.visits.take_expected(params) is None  # once
+    seen.visits.expect_insert(coming)
+    assert seen.visits.take_expected(SimpleNamespace()) is None
     assert seen.visits.arrival(seen.key).kind is Kind.TURN_END  # nothing of it is there
     seen.put(8)
     assert seen.visits.arrival(Key.of([1, 1, 2, 2])).kind is Kind.BRANCH  # all of its pages are there
@@ -437,7 +437,7 @@ def test_a_key_is_kept_for_the_ids_that_it_was_made_of_until_the_request_ends_or
     visits.keep_key("last", ids, key)
     assert visits.key("0", ids) is None
     assert visits.key("a", equal) is key
-    visits.leave("a", 0)
+    visits.end_request("a", 0)
     assert visits.key("a", equal) is None
 
 

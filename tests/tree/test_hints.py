@@ -93,9 +93,9 @@ def test_a_session_is_released_as_a_whole_when_it_ends() -> None:
     sessions = Sessions(tree, lambda: now[0])
     others = put(tree, ids(9000, 16), 900)
     first, again = put(tree, ids(0, 16)), put(tree, ids(1000, 16), 100)
-    sessions.ended("s", first, Hints())
-    sessions.ended("s", again, Hints())
-    assert sessions.end("s") and not sessions.end("s")
+    sessions.end_request("s", first, Hints())
+    sessions.end_request("s", again, Hints())
+    assert sessions.end_session("s") and not sessions.end_session("s")
     assert [node.usage.last_used == 0 for node in (first, again, others)] == [True, True, False]
 
 
@@ -105,9 +105,9 @@ def test_seconds_are_requests_by_the_rate_at_which_they_come() -> None:
     for number in range(5):
         node = put(tree, ids(1000 * number, 16), 100 * number)
         now[0] += 10.0
-        sessions.ended(None, node, Hints(expect_resume=100.0))
+        sessions.end_request(None, node, Hints(expect_resume=100.0))
     assert node.usage.expected_at == tree.candidates.now + 10
-    sessions.ended("s", node, Hints())
+    sessions.end_request("s", node, Hints())
     assert sessions.expect("s", 50.0)
     assert node.usage.expected_at == tree.candidates.now + 5
 
