@@ -117,7 +117,7 @@ class Visits:
             del self._keys[next(iter(self._keys))]
 
     def key(self, rid: str, ids: Sequence[int]) -> Key | None:
-        """Return the key that was kept of a request's ids, if these are the same object: SGLang only ever adds to it, so
+        """Return the key that was kept of a request's ids, if these are the same object: SGLang only adds to it, so
         that the key is their beginning. None if it is another."""
         kept = self._keys.get(rid)
         return kept[1] if kept is not None and kept[0] is ids else None
