@@ -65,7 +65,7 @@ class KimiDeltaAttention(ConvolvedMixer):
         self.ones: dict[torch.dtype, Tensor] = {}
         self.conv1d = DepthwiseWeight(3 * inner, config.linear_conv_kernel_dim)
         self.state_shape = (heads, self.head_dim, self.head_dim)
-        self.parts = ((inner, self.head_dim),) * 3
+        self.parts = ((heads, self.head_dim),) * 3
         self.A_log = weight(*rates)
         self.dt_bias = weight(inner)
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)

@@ -112,7 +112,8 @@ class Mamba2(ConvolvedMixer):
         self.sizes: Mamba2Sizes = sizes
         inner, shared, heads = sizes.inner, sizes.shared, sizes.heads
         self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, heads)
-        self.parts = ((inner, sizes.head_dim), (shared, sizes.state_size), (shared, sizes.state_size))
+        groups = sizes.groups, sizes.state_size
+        self.parts = ((heads, sizes.head_dim), groups, groups)
         self.in_proj = Linear(sizes.size, sum(self.widths), sizes.in_bias)
         self.conv1d = DepthwiseWeight(inner + 2 * shared, sizes.width, sizes.conv_bias)
         self.state_shape = (heads, sizes.state_size, sizes.head_dim)
@@ -155,7 +156,8 @@ class Mamba2(ConvolvedMixer):
         """The factors of the input projection, in the type of what it gives, computed once."""
         if self.factors is None:
             assert self.sizes.scales is not None
-            widths = (self.sizes.inner, *(width for width, _ in self.parts), self.sizes.heads)
+            inner, shared = self.sizes.inner, self.sizes.shared
+            widths = (inner, inner, shared, shared, self.sizes.heads)
             each = [like.new_full((width,), scale) for width, scale in zip(widths, self.sizes.scales, strict=True)]
             self.factors = torch.cat(each)
         return self.factors

@@ -107,8 +107,8 @@ class ConvolvedMixer(StateMixer):
         has_silu: the convolution ends with a silu.
         has_kernel: on a GPU the convolution of prompts is computed by a kernel.
         state_shape: of the state of the rule; None: there is no rule.
-        parts: of each input of the rule that the convolution gives its width, and the size of one of its heads; empty:
-            it gives one input, without heads.
+        parts: of each input of the rule that the convolution gives its heads, and the size of one; empty: it gives one
+            input, without heads.
         conv1d: the weight of the convolution.
         A_log: the logarithm of what `decays` are computed from, if the rule has them.
         rate: what `decays` returns, once it is computed.
@@ -146,8 +146,8 @@ class ConvolvedMixer(StateMixer):
         """Split what the convolution gives into the inputs of the rule, `[T, heads, size]`."""
         if not self.parts:
             return (convolved,)
-        each = zip(convolved.split([width for width, _ in self.parts], dim=-1), self.parts, strict=True)
-        return tuple(part.unflatten(-1, (-1, size)) for part, (_, size) in each)
+        each = convolved.split([heads * size for heads, size in self.parts], dim=-1)
+        return tuple(part.unflatten(-1, shape) for part, shape in zip(each, self.parts, strict=True))
 
     def prefill(self, inputs: tuple[Tensor, ...], context: Context) -> Tensor:
         """Compute the convolution and the rule for prompts: the first of `inputs` is convolved."""

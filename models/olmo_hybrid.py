@@ -38,7 +38,8 @@ class OlmoDeltaNet(ConvolvedMixer):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = config.linear_num_key_heads * key_dim, heads * value_dim
         self.state_shape = (heads, key_dim, value_dim)
-        self.parts = ((keys, key_dim), (keys, key_dim), (values, value_dim))
+        key_heads = config.linear_num_key_heads, key_dim
+        self.parts = (key_heads, key_heads, (heads, value_dim))
         self.most: float = 2.0 if config.linear_allow_neg_eigval else 1.0
         self.q_proj = Linear(size, keys)
         self.k_proj = Linear(size, keys)

@@ -32,7 +32,8 @@ class GatedDeltaNet(ConvolvedMixer):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = config.linear_num_key_heads * key_dim, heads * value_dim
         self.state_shape = (heads, key_dim, value_dim)
-        self.parts = ((keys, key_dim), (keys, key_dim), (values, value_dim))
+        key_heads = config.linear_num_key_heads, key_dim
+        self.parts = (key_heads, key_heads, (heads, value_dim))
         self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
         self.in_proj_z = Linear(config.hidden_size, values)
         self.in_proj_b = Linear(config.hidden_size, heads)
