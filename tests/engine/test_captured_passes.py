@@ -367,6 +367,7 @@ def test_prompts_that_graphs_do_not_know_are_not_padded(
     engine = engine_on(tiny)
     engine.add_request(ids(30), greedy(8))
     assert padding_of(engine.scheduler.schedule(), 512) is not None
+    engine.scheduler.retract_all()
     engine.add_request(ids(30, seed=1), greedy(8, **params))
     step = engine.scheduler.schedule()
     for name, value in attributes.items():
