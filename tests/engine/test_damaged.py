@@ -223,7 +223,7 @@ def test_several_answers_to_a_prompt_that_went_bad(tiny: Engine, deterministic: 
 def test_a_model_that_computes_nan_is_an_error_and_the_prefix_is_computed_again(tiny: Engine) -> None:
     engine = engine_on(tiny, deterministic=True)
     answer(engine, PROMPT, PARAMS)
-    weight = next(parameter for name, parameter in engine.model.named_parameters() if name.endswith("norm.weight"))
+    weight = next(parameter for name, parameter in engine.model.named_parameters() if name.endswith("attn.norm.weight"))
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)

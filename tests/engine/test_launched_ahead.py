@@ -176,7 +176,7 @@ def test_nothing_is_cached_of_a_step_whose_request_has_ended(tiny: Engine, deter
     seen: list[int] = []
 
     def spoiled(module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        batch = inputs[2]
+        batch = inputs[2].batch
         seen.append(int(batch.positions[-1]))
         if batch.decodes is None or seen[-1] != len(prompt) + index:
             return None
