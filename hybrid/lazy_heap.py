@@ -28,7 +28,7 @@ class LazyHeap(Generic[Item]):
     def __init__(self) -> None:
         self.entries: dict[Item, Entry[Item]] = {}
         self._heap: list[Entry[Item]] = []
-        self._num_put = 0
+        self._num_put = self._num_dead = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -44,8 +44,10 @@ class LazyHeap(Generic[Item]):
         self._num_put += 1
         entry = key, self._num_put, item
         heappush(self._heap, entry)
+        self._num_dead += item in self.entries
         self.entries[item] = entry  # not before: what is interrupted in between has changed nothing
-        self._drop_dead()
+        if self._num_dead > MIN_DEAD:
+            self._drop_dead()
 
     def remove(self, item: Item) -> float:
         """Remove an item, and return the key that it had.
@@ -54,7 +56,9 @@ class LazyHeap(Generic[Item]):
             KeyError: it is not in the heap.
         """
         key = self.entries.pop(item)[0]
-        self._drop_dead()
+        self._num_dead += 1
+        if self._num_dead > MIN_DEAD or not self.entries:
+            self._drop_dead()
         return key
 
     @property
@@ -62,10 +66,11 @@ class LazyHeap(Generic[Item]):
         """The smallest key and its item; None if the heap is empty."""
         heap, entries = self._heap, self.entries
         while heap:
-            entry = heap[0]
-            if entries.get(entry[2]) is entry:
-                return entry[0], entry[2]
+            key, _, item = entry = heap[0]
+            if item in entries and entries[item] is entry:
+                return key, item
             heappop(heap)
+            self._num_dead -= 1
         return None
 
     def walk(self) -> Iterator[tuple[float, Item]]:
@@ -83,7 +88,7 @@ class LazyHeap(Generic[Item]):
     def _drop_dead(self) -> None:
         """Make a heap without dead entries where there are many, or nothing else: another one, as a walk may be under
         way."""
-        if not self.entries or len(self._heap) > len(self.entries) * 9 // 8 + MIN_DEAD:
+        if not self.entries or self._num_dead > len(self.entries) // 8 + MIN_DEAD:
             heap = [*self.entries.values()]
             heapify(heap)
-            self._heap = heap
+            self._heap, self._num_dead = heap, 0

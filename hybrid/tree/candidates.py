@@ -209,7 +209,7 @@ class Candidates:
             if not node.children and not node.page_locks and (renewed or key not in queues.leaves.settled):
                 queues.leaves.push(node, renewed)
 
-    def overlooks(self, node: Node) -> bool:
+    def is_missing(self, node: Node) -> bool:
         """Return whether the node is no candidate for something of it that may be evicted: it would stay forever."""
         queues = self._of(node)
         return (
@@ -397,7 +397,7 @@ class Candidates:
             if first.usage.tenant is tenant:
                 rank = self._rank(self._checkpoint_prices, first)
             else:
-                facts.across(self._priority_cap)
+                facts.cap_priority(self._priority_cap)
         return self._value(facts) >= rank
 
     def _rank(self, prices: Prices, node: Node) -> float:
@@ -406,7 +406,7 @@ class Candidates:
 
     def _rank_across(self, prices: Prices, node: Node) -> float:
         """The rank of a candidate among those of all tenants."""
-        return self._value(Facts(node, self.now, prices).across(self._priority_cap))
+        return self._value(Facts(node, self.now, prices).cap_priority(self._priority_cap))
 
     def _value(self, facts: Facts) -> float:
         if self.failure is not None:
@@ -431,7 +431,7 @@ class Candidates:
                     facts = Facts(node, self.now, prices)
                     group, weight = own = weigh(facts)
                     if node.usage.priority:
-                        group, weight = weigh(facts.across(self._priority_cap))
+                        group, weight = weigh(facts.cap_priority(self._priority_cap))
                     if not math.isnan(weight + own[1]):
                         return group, weight, own[1]
                     reason = "a weight is NaN"
@@ -472,7 +472,7 @@ class Candidates:
             with suppress(PolicyWarning):  # warnings may be errors, and must not interrupt the bookkeeping
                 warnings.warn(self.failure, PolicyWarning, stacklevel=2)
 
-    def settle(self, nodes: Iterable[tuple[str, Node]]) -> None:
+    def install_fallback(self, nodes: Iterable[tuple[str, Node]]) -> None:
         """Install LRU if the policy was dismissed since the last call."""
         if self.failure is not None and type(self._policy) is not LeastRecentlyUsed:
             self._install(LeastRecentlyUsed())

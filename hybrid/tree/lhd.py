@@ -213,7 +213,7 @@ class LearnedHitDensity(AgingPolicy):
     # What happens
 
     def entered(self, facts: Facts) -> None:
-        """A checkpoint was put there, again perhaps, or was not admitted: its age begins, its history stays."""
+        """Record that it was put there, again perhaps, or was not admitted: its age begins, its history stays."""
         self._advance(facts.now)
         if facts.last_used == 0:
             return
@@ -236,17 +236,17 @@ class LearnedHitDensity(AgingPolicy):
                 self._move(record, facts, last)
 
     def hit(self, facts: Facts) -> None:
-        """A request resumes from it."""
+        """Record that a request resumes from it."""
         self._advance(facts.now)
         self._count(facts)
 
     def missed(self, facts: Facts) -> None:
-        """A request would have resumed from it."""
+        """Record that a request would have resumed from it."""
         self._advance(facts.now)
         self._count(facts)
 
     def evicted(self, facts: Facts) -> None:
-        """It goes; its record stays."""
+        """Record that it goes: its record stays."""
         if facts.notes is not None:
             self._let_go(facts.notes)
 

@@ -102,8 +102,8 @@ class Facts:
         facts._tokens_saved, facts._bytes_freed, facts._has_below = tokens_saved, bytes_freed, has_below
         return facts
 
-    def across(self, priority_cap: int) -> Facts:
-        """The same object, as it is compared with checkpoints of other tenants from now on."""
+    def cap_priority(self, priority_cap: int) -> Facts:
+        """Have the priority be that in comparison with checkpoints of other tenants. Returns the same object."""
         self._priority_cap = priority_cap
         return self
 

@@ -246,7 +246,7 @@ class Tree:
             yield "a tombstone with one child that no lock and no lost checkpoint keeps apart"
         if not 0 <= node.state_locks <= node.page_locks:
             yield f"{node.state_locks} state locks exceed {node.page_locks} page locks"
-        if self.candidates.overlooks(node):
+        if self.candidates.is_missing(node):
             yield "may be evicted, and is not a candidate"
 
     def limit(self, shares: Mapping[str, float], num_pages: int, num_checkpoints: int, are_apart: bool) -> None:
@@ -608,7 +608,7 @@ class Tree:
             only_its_own: nothing else needs the pages since then.
             tails_help: pages without a checkpoint can be evicted instead.
         """
-        self.candidates.settle(self.nodes())
+        self.candidates.install_fallback(self.nodes())
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
         admitted = self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
         if not admitted and self.guard is not None:
@@ -724,7 +724,7 @@ class Tree:
 
     def _next(self, find: Callable[[], Node | None]) -> Node | None:
         if self.candidates.failure is not None:
-            self.candidates.settle(self.forest.nodes())
+            self.candidates.install_fallback(self.forest.nodes())
         return find()
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
