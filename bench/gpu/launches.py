@@ -24,7 +24,6 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
 
 import os
 import time
-from types import SimpleNamespace
 
 import torch
 from common import Line, arguments, finish, timed
@@ -107,17 +106,19 @@ def engine_steps(requests: int) -> list[Line]:
     logits, launch = torch.randn(requests, engine.model.config.vocab_size), runner.launch
     arrived, under_way, idle = [0.0], [0], list[float]()
 
-    def timed_launch(plan: Any) -> SimpleNamespace:
-        pending = launch(plan)
+    def timed_launch(plan: Any) -> Any:
+        forward = launch(plan)
+        take_results = forward.results
         idle.append(0.0 if under_way[0] else time.process_time() - arrived[0])
         under_way[0] += 1
 
-        def wait() -> Any:
+        def results() -> Any:
             under_way[0] -= 1
             arrived[0] = time.process_time()
-            return pending.wait()
+            return take_results()
 
-        return SimpleNamespace(wait=wait, choose=pending.choose, sources=pending.sources)
+        forward.results = results
+        return forward
 
     with (
         patch.object(runner, "model", lambda batch, *_: logits[: len(batch.sample_rows)]),

@@ -338,8 +338,7 @@ class Exposure:
 
     def __init__(self) -> None:
         self._records: list[CheckpointRecord] = []
-        # Of each record, by its place: its group, the request of its last use, and the one up to which it is counted.
-        self._groups, self._last, self._since = array("q"), array("q"), array("q")
+        self._watched = array("q")  # by place: group, request of the last use, and the one up to which it is counted
         self._spent = array("q")  # group, first age, and the one after the last
 
     def __len__(self) -> int:
@@ -349,34 +348,31 @@ class Exposure:
         """Watch a record from request `now` on."""
         record.place = len(self._records)
         self._records.append(record)
-        self._groups.append(record.group)
-        self._last.append(record.last)
-        self._since.append(now)
+        self._watched.extend((record.group, record.last, now))
 
     def move(self, record: CheckpointRecord, group: int, last: int, now: int) -> None:
         """Give a watched record another group and last use, from request `now` on."""
         self._note(record, now)
-        place = record.place
-        record.group = self._groups[place] = group
-        record.last = self._last[place] = last
+        at = 3 * record.place
+        record.group = self._watched[at] = group
+        record.last = self._watched[at + 1] = last
 
     def leave(self, record: CheckpointRecord, now: int) -> None:
         """Watch a record no more, from request `now` on."""
         self._note(record, now)
         place, record.place = record.place, NOWHERE
-        final = self._records.pop()
-        for column in (self._groups, self._last, self._since):
-            value = column.pop()
-            if final is not record:
-                column[place] = value
+        final, numbers = self._records.pop(), self._watched[-3:]
+        del self._watched[-3:]
         if final is not record:
             self._records[place], final.place = final, place
+            self._watched[3 * place : 3 * place + 3] = numbers
 
     def _note(self, record: CheckpointRecord, now: int) -> None:
-        since = self._since[record.place]
+        at = 3 * record.place + 2
+        since = self._watched[at]
         if since < now:
             self._spent.extend((record.group, since - record.last, now - record.last))
-            self._since[record.place] = now
+            self._watched[at] = now
 
     def count(self, num_groups: int, now: int) -> Array:
         """Return the requests, times records, since the last call, by group and bin of age, `[num_groups, bins]`.
@@ -384,11 +380,13 @@ class Exposure:
         Args:
             num_groups: as many as there are.
         """
-        spent, last = np.array(self._spent).reshape(-1, 3).T, np.array(self._last)
-        groups = np.concatenate([self._groups, spent[0]])
-        ages = np.stack([np.concatenate([self._since - last, spent[1]]), np.concatenate([now - last, spent[2]])])
+        spent, watched = np.array(self._spent).reshape(-1, 3).T, np.array(self._watched).reshape(-1, 3)
+        last, since = watched[:, 1], watched[:, 2]
+        groups = np.concatenate([watched[:, 0], spent[0]])
+        ages = np.stack([np.concatenate([since - last, spent[1]]), np.concatenate([now - last, spent[2]])])
         np.maximum(ages, 0, out=ages)
-        self._spent, self._since = array("q"), array("q", [now]) * len(self._records)
+        watched[:, 2] = now
+        self._spent, self._watched = array("q"), array("q", watched.tobytes())
         # All of the bins from the first age to the last is spent, less what is before the one and after the other.
         bins = _BIN_OF.take(ages, mode="clip")
         ages -= _EDGES.take(bins)

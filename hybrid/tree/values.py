@@ -8,7 +8,8 @@ values of any kind, such as index tensors on a device: they are kept, cut and re
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 PageValues = Any
@@ -19,9 +20,8 @@ SlotValue = Any
 """The identity of a checkpoint: a slot id, or any object but None."""
 
 
-def page_ids(values: Iterable[int] = ()) -> array[int]:
-    """A container of page ids."""
-    return array("i", values)
+page_ids: Callable[..., array[int]] = partial(array, "i")
+"""Makes a container of page ids. One is made for each node: no function of Python's own runs for it."""
 
 
 def move_end(values: PageValues, start: int, into: PageValues) -> None:

@@ -139,7 +139,8 @@ def test_inside_sglang_times_are_over_those_of_the_rust_core(
     monkeypatch.setattr("sys.argv", ["in_sglang.py", "--traces", "traces", "--runs", "2", "--json"])
     assert program.main() == 1
     sides = ["rust", "lru", "lhd"] * 2
-    assert taken == [(name, side) for name in ("lmsys", "swebench") for side in sides]
+    compared = [(name, side) for name in ("scan", "loop", "switch") for side in ("rust", "lhd")]
+    assert taken == [*((name, side) for name in ("lmsys", "swebench") for side in sides), *compared]
     lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
     assert [lines[f"lmsys, {side}"]["value"] for side in ("rust", "lru", "lhd")] == [1.0, 1.1, 2.5]
     assert [lines[f"lmsys, {side}"]["reached"] for side in ("lru", "lhd")] == [True, False]
