@@ -69,7 +69,7 @@ class Loop(ABC):
         self._scheduler = scheduler
         self._config = config
         self._bisector = FailureBisector()
-        self._suspects: list[Part] = []  # of the pass that is under way, or that is launched
+        self._suspects: list[Part] = []  # of the pass that is planned and launched, or that is waited for
         self._latest_results = 0.0
         self._is_closing = False
         cache.on_reset.add(self)
@@ -149,7 +149,7 @@ class Loop(ABC):
         if request.constraints is None or not request.constraints.is_held:
             return False
         if part.is_alive:
-            self._scheduler.retract(request)
+            self._scheduler.retract(request, "the form of its answer is late")
         return True
 
     def wait_for_requests(self) -> None:
@@ -188,14 +188,14 @@ class Loop(ABC):
         self._scheduler.at_hand, self._suspects = None, []
         with self._cache.bookkeeping():
             self.forget()
-            self._scheduler.retract_all()
+            self._scheduler.retract_all("a step failed")
             is_culpable = not was_raised_by_handler(error) and not is_for_the_process(error)
             if request is None and suspects and is_culpable:
                 request = self._bisector.failed(suspects)
                 self.is_retrying = request is None
             if request is not None:
                 self.requests.fail(request, error)
-            for lease in [*self._cache.leases]:  # the exception came before their owners had them
+            for lease in [*self._cache.leases]:  # no request has one now: the exception came before it had
                 self._cache.close(lease)
         return request is not None and not is_for_the_process(error)
 
@@ -204,7 +204,7 @@ class Loop(ABC):
         self.forget()
         for request in self._scheduler.running:
             request.lease = None  # it has ended
-        self._scheduler.retract_all()
+        self._scheduler.retract_all("the cache was emptied")
 
     def _end_after_step(self) -> None:
         """Do what was asked while the step was under way."""

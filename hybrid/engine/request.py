@@ -59,7 +59,7 @@ class Request:
         wanted: positions at which other requests wait for a checkpoint of this one.
         leader: (request, position): this one waits until that one has committed that many tokens.
         ahead: what it will need from disk is being read while it waits; None: nothing is.
-        was_retracted: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
+        keeps_memory: it was retracted for lack of pages once: it starts with those for all its tokens, and keeps them.
         is_cold: it has started again without the cache, of which it takes and to which it gives nothing from then on: a
             pass that had read from the cache gave NaN or infinity.
         pin: keeps what was computed; a replay extends it.
@@ -131,7 +131,7 @@ class Request:
         self.wanted: set[int] = set()
         self.leader: tuple[Request, int] | None = None
         self.ahead: Reading | None = None
-        self.was_retracted: bool = False
+        self.keeps_memory: bool = False
         self.is_cold: bool = False
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None

@@ -5,7 +5,7 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 
 * Waiting requests start in the order of `WaitingQueue`. One that cannot have its memory waits, and those after it too.
 * When pages run out, the youngest request is retracted: it gives its memory back and is resumed later. It starts again
-  only with the memory for all its tokens, and is not retracted again, so that no token is computed more than twice.
+  only with the memory for all its tokens, and is not retracted for lack of pages again.
 * A request computes nothing until what it needs from disk is read (`RestoringRequests`), or until a form that was late
   says what may follow its answer (`hybrid.engine.forms`); others do meanwhile.
 * A waiting request whose prefix a running one is about to compute waits for it; those after it do not.
@@ -321,7 +321,7 @@ class Scheduler:
             return False
         request.is_cold = True
         if request.lease is not None:
-            self.retract(request)
+            self.retract(request, "its pass gave NaN or infinity")
         self.cache.drop(lease.key, num_tokens)
         log.warning(
             "%s read %d cached tokens and got NaN or infinity: they are dropped, and it is computed without them",
@@ -355,18 +355,19 @@ class Scheduler:
             if self.waiting.num_replays > MAX_REPLAYS:
                 self.discard(self.waiting.oldest_replay)
 
-    def retract(self, request: Request) -> None:
+    def retract(self, request: Request, why: str) -> None:
         """Take a running request off its memory, to be resumed first. A replay is given up."""
         if not request.is_replay:
+            log.info("%s is retracted: %s", request.request_id, why)
             self.num_retractions += 1
             request.num_confirmed = 0
             self.waiting.return_first(request)
         self._give_back(request)
 
-    def retract_all(self) -> None:
+    def retract_all(self, why: str) -> None:
         """Retract all that run."""
         for request in self.running[::-1]:
-            self.retract(request)
+            self.retract(request, why)
 
     def discard(self, request: Request) -> None:
         """Forget a request, whether it waits, runs, or failed in between; its memory comes back."""
@@ -462,8 +463,8 @@ class Scheduler:
             return None
         while start >= len(lease.block_table) * page_size and not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
-            self.retract(victim)
-            victim.was_retracted = True
+            self.retract(victim, "pages ran out")
+            victim.keeps_memory = True
             if victim is request:
                 return None
         on_grid = start % self._grid == 0
@@ -573,7 +574,7 @@ class Scheduler:
         lease = self.cache.begin(
             request.key(),
             self.cacheable(request),
-            request.max_len if request.was_retracted else end,
+            request.max_len if request.keeps_memory else end,
             request.params.priority,
             request.tenant,
         )
@@ -642,15 +643,15 @@ class Scheduler:
     # Giving way
 
     def _youngest(self) -> Request:
-        """The request that gives way when pages run out: a replay, or else the last one that started and was not
-        retracted before. Those that were have the memory for all their tokens."""
+        """The request that gives way when pages run out: a replay, or else the last one that started and does not
+        keep its memory."""
         replay = next((request for request in self.running if request.is_replay), None)
-        return replay or next(request for request in reversed(self.running) if not request.was_retracted)
+        return replay or next(request for request in reversed(self.running) if not request.keeps_memory)
 
     def _drop_replays(self) -> bool:
         replays = [request for request in self.running if request.is_replay]
         for request in replays:
-            self.retract(request)
+            self.retract(request, "a request needs its memory")
         return bool(replays)
 
     def _empty_cache(self) -> bool:

@@ -58,7 +58,8 @@ class EngineStats:
         running: requests with memory.
         restoring: of these, those that compute nothing until copies are read for them from disk.
         replays: answers that wait for their replay, or are replayed (deterministic mode).
-        retractions: how often a running request gave its memory back.
+        retractions: how often a running request gave its memory back: pages ran out, a step failed, the cache was
+            emptied, a pass gave NaN, or a form was late. The log says which (`hybrid`, level INFO).
         finished: number of requests that ended, by `finish_reason`.
         prompt_tokens: of the prompts of requests that have their first token.
         completion_tokens: tokens of answers.

@@ -292,7 +292,7 @@ def test_a_graph_runs_only_plans_of_its_layout(tiny: Engine) -> None:
     numbers = torch.cat((plan_.numbers[:2], plan_.numbers))
     graphs.run(replace(plan_, layout=shifted, numbers=numbers))
     assert len(graphs.graphs) == 2
-    engine.scheduler.retract_all()
+    engine.scheduler.retract_all("a test asks for it")
 
 
 def test_the_graph_that_was_not_used_for_longest_goes(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_a_layout_with_prompts_is_captured_when_it_occurs_again(
         layout = {name: (start + shift * (start > 0), shape) for name, (start, shape) in plan_.layout.items()}
         graphs.run(replace(plan_, layout=layout, numbers=torch.cat((plan_.numbers[:shift], plan_.numbers))))
     assert captures == captured
-    engine.scheduler.retract_all()
+    engine.scheduler.retract_all("a test asks for it")
 
 
 def test_the_logits_of_all_graphs_are_in_few_memories() -> None:
@@ -367,7 +367,7 @@ def test_prompts_that_graphs_do_not_know_are_not_padded(
     engine = engine_on(tiny)
     engine.add_request(ids(30), greedy(8))
     assert padding_of(engine.scheduler.schedule(), 512) is not None
-    engine.scheduler.retract_all()
+    engine.scheduler.retract_all("a test asks for it")
     engine.add_request(ids(30, seed=1), greedy(8, **params))
     step = engine.scheduler.schedule()
     for name, value in attributes.items():

@@ -57,7 +57,7 @@ def test_bookkeeping_is_applied_to_the_request_it_was_planned_for(tiny: Engine) 
     step = engine.scheduler.schedule()
     engine.runner.launch(engine.runner.plan(step, None))
     request = step.parts[0].request
-    engine.scheduler.retract_all()
+    engine.scheduler.retract_all("a test asks for it")
     engine.scheduler.schedule()
     assert request.lease is not None
     computed = request.num_computed

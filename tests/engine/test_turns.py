@@ -62,7 +62,7 @@ def test_namespaces_get_equal_shares_of_seats_and_of_a_step() -> None:
         step = engine.scheduler.schedule()
         for part in step.parts:
             served[part.request.namespace] += part.end - part.start
-        engine.scheduler.retract_all()
+        engine.scheduler.retract_all("a test asks for it")
         engine.step()
     assert max(served.values()) <= 1.5 * min(served.values())
 
@@ -168,7 +168,7 @@ def test_with_one_namespace_a_step_is_filled_as_before(tiny: Engine) -> None:
         engine.add_request(ids(150, seed=seed), greedy(2))
     step = engine.scheduler.schedule()
     assert [(part.start, part.end) for part in step.parts] == [(0, 150), (0, 96)]
-    engine.scheduler.retract_all()
+    engine.scheduler.retract_all("a test asks for it")
     run_to_end(engine)
     assert answer(engine, ids(150), greedy(2)).usage.cached_tokens == 9 * GRID
 

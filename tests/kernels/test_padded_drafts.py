@@ -55,7 +55,7 @@ def steps_of(deterministic: bool, drafts: list[tuple[int, ...]]) -> Iterator[tup
         step = engine.scheduler.schedule()
         assert [part.num_drafts for part in step.parts] == list(counts)
         yield engine, step
-        engine.scheduler.retract_all()
+        engine.scheduler.retract_all("a test asks for it")
         now.clear()
         engine.step()
 

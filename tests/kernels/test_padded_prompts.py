@@ -39,7 +39,7 @@ def steps_of(engine: Engine, lengths: list[list[int]]) -> Iterator[Step]:
             engine.add_request([*(token % VOCAB for token in prompt), 7], greedy(40))
         step = engine.scheduler.schedule()
         yield step
-        engine.scheduler.retract_all()
+        engine.scheduler.retract_all("a test asks for it")
         engine.step()
 
 
