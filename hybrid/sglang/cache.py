@@ -241,12 +241,12 @@ class StateComponent(MambaComponent):
 
     def _kind(self, req: Any, position: int, is_finished: bool) -> Kind:
         """Why the state of a request at a position is there."""
-        prompt = len(req.origin_input_ids)
-        if position == req.mamba_branching_seqlen:
+        prompt, grid = len(req.origin_input_ids), self.mamba_checkpoint_grid
+        if position == req.mamba_branching_seqlen != len(req.full_untruncated_fill_ids) - grid:
             return Kind.BRANCH
         if is_finished or position > prompt:
             return Kind.TURN_END
-        if position > prompt - self.mamba_checkpoint_grid:
+        if position >= prompt - grid:  # of a prompt of whole pages it is a page before the end
             return Kind.PROMPT_END
         core = self.tree_core
         passes = core.places_anchors and core.visits.passes_anchor(req.rid, position * WORDS)

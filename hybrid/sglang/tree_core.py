@@ -150,10 +150,19 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             found, known = self.visits.match(params.req.rid, key, limit, seconds)
             if self.places_anchors and is_new:
                 self.visits.place_anchors(params.req.rid, found.num_tokens, limit)
-            branching_len = known if self.options.ghost_branches else None
+            branching_len = known if self.options.ghost_branches else self._last_place(params.req, found)
         else:
             found, branching_len = self.tree.peek(key, limit), None
         return self._result(found, branching_len)
+
+    def _last_place(self, req: Any, found: Match) -> int | None:
+        """Where a prompt of whole pages leaves its last state, if it has no branching point: a page before its end. The
+        same prompt is not found any further, since its last token is computed again. None: where SGLang places it."""
+        num_tokens = len(req.full_untruncated_fill_ids)
+        place = (num_tokens - self._grid) * WORDS
+        if self._is_classic or num_tokens % self._grid or found.branching_len is not None or place <= found.num_tokens:
+            return None
+        return place
 
     def _result(self, found: Match, known: int | None) -> Any:
         handle = self._handles.of(found.checkpoint)

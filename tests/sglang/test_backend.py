@@ -51,19 +51,17 @@ def match(served: Served, *ids: int, salt: str | None = None) -> Any:
 
 @pytest.mark.parametrize(("policy", "anchors"), [("lhd", True), ("lhd", False), ("lru", True)])
 def test_a_long_prompt_keeps_anchors_where_parts_of_its_prefill_end(policy: str, anchors: bool) -> None:
-    served = Served(Setting(policy=policy, tokens=8192, states=64, config={"anchors": anchors}))
-    served.serve([*range(6000)], 6000, part=256)
+    served, length, part = Served(Setting(policy=policy, tokens=61440, config={"anchors": anchors})), 60000, 1024
+    served.serve([*range(length)], length, part)
     tree = served.cache.tree_core.tree
-    spacing, ends = (
-        tree.anchor_spacing(6000 * WORDS),
-        [node.end for _, node in tree.nodes() if kind_of(node) == "anchor"],
-    )
+    spacing = tree.anchor_spacing(length * WORDS)
+    ends = [node.end for _, node in tree.nodes() if kind_of(node) == "anchor"]
     if policy == "lru" or not anchors:
         assert not spacing and not ends
     else:
         assert len(ends) > 1
-        assert all(not end % (256 * WORDS) for end in ends)
-        assert all(spacing - 256 * WORDS < below - above for above, below in pairwise([0, *sorted(ends)]))
+        assert all(not end % (part * WORDS) for end in ends)
+        assert all(spacing - part * WORDS < below - above for above, below in pairwise([0, *sorted(ends)]))
 
 
 def kind_of(node: Any) -> str | None:

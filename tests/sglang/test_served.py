@@ -19,6 +19,7 @@ require_sglang()
 from sglang.srt.mem_cache.registry import create_tree_cache  # noqa: E402
 
 from hybrid.doctor.installed_sglang import context_of, server_args  # noqa: E402
+from hybrid.sglang.values import WORDS  # noqa: E402
 from support.sglang_served import Served, Setting  # noqa: E402
 
 Request = tuple[array, int]
@@ -230,3 +231,23 @@ def test_a_clock_is_read_only_where_there_is_one_rank() -> None:
     assert served.cache.tree_core.clock is time.monotonic
     several = server_args(64, radix_cache_backend="hybrid", tp_size=2)
     assert create_tree_cache(context_of(several, served.params())).tree_core.clock is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "part", "hits"),
+    [(None, 1024, [0, 960, 960]), (None, 256, [0, 960, 960]), ("lru", 1024, [0, 0, 960]), ("lru", 256, [0, 768, 960])],
+)
+def test_a_prompt_of_whole_pages_hits_when_it_is_asked_again(policy: str | None, part: int, hits: list[int]) -> None:
+    """Its last token is computed again: a state after that, where SGLang's own policies have it, is of no use to it."""
+    served = Served(Setting(policy=policy))
+    prompt = [*range(1024)]
+    assert [served.serve([*prompt, *range(5000 + 9 * n, 5009 + 9 * n)], 1024, part) for n in range(3)] == hits
+    assert served.books() == []
+
+
+def test_a_conversation_of_whole_pages_continues_from_a_page_before_its_end() -> None:
+    served = Served(Setting())
+    for end in (1024, 1280, 1536):
+        assert served.serve([*range(end + 10)], end) == (max(0, end - 320) if end > 1024 else 0)
+    kinds = {node.end // WORDS: str(node.usage.kind) for _, node in served.cache.tree_core.tree.nodes() if node.slot}
+    assert kinds == {960: "prompt_end", 1216: "prompt_end", 1472: "prompt_end"}
