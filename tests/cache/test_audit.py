@@ -71,7 +71,7 @@ def move_end(books: Books) -> None:
 
 def add_empty_node(books: Books) -> None:
     parent = books.node("abef")
-    parent.children[b""] = Node(parent, Run(parent.end, 2, b"", array("i")), parent.end, parent.end, NodeUsage(1, 1))
+    parent.children[b""] = Node(parent, Run(parent.end, 2, 2, b"", array("i")), parent.end, parent.end, NodeUsage(1, 1))
 
 
 def take_checkpoint_off_grid(books: Books) -> None:

@@ -249,7 +249,7 @@ def test_deterministic_mode_and_a_fixed_split_refuse_stored_checkpoints() -> Non
         CacheConfig(state_dtype="int8", state_share=0.5)
     with pytest.raises(ArgumentError, match="state_dtype must be one of float32, bfloat16, int8"):
         CacheConfig(state_dtype="int4")
-    with pytest.raises(ArgumentError, match="unknown placement 'everywhere'"):
+    with pytest.raises(ArgumentError, match="placement has no 'everywhere'"):
         CacheConfig(placement=("branch", "everywhere"))
 
 

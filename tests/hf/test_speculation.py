@@ -319,7 +319,7 @@ def test_several_sequences_are_computed_without_drafts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculation": "mind reading"}, "each of drafters must be one of cache"),
+        ({"speculation": "mind reading"}, "drafters must each be one of cache"),
         ({"speculation": 7}, "must be None, the name of a drafter"),
         ({"speculation": "cache+mtp"}, "Engine alone runs"),
         ({"prompt_lookup_num_tokens": 0}, "integer from 1"),
