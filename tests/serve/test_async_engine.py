@@ -168,7 +168,7 @@ def test_a_reader_that_is_slow_gets_long_deltas_and_holds_up_nothing() -> None:
 
 def test_outputs_are_passed_to_a_function_until_the_last_one() -> None:
     async def test() -> None:
-        async with echoing() as engine:
+        async with echoing(seconds=0.005) as engine:
             ids = [[5, at] * 20 for at in range(8)]
             params = greedy(60)
             expected = [output.token_ids for output in await engine.generate(ids, params)]
