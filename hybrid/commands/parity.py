@@ -196,6 +196,9 @@ MAX_ERRORS_OF_EXPERTS = 3
 """The same with quantized weights, where experts are chosen: their number and not their error is chance in the few rows
 that take another expert, so that nine times as many are three times the error."""
 
+CHANGES = ("changed", "changed once more", "changed again")
+"""Names of the checkpoints that are changed at random: the error of one alone is chance in a small model."""
+
 LARGEST_ERRORS = {"int8": 0.4, "int4": 1.3}
 """Errors of quantized weights that are too large whatever random changes make, as fractions of the logits: those of
 logits that have nothing to do with each other differ by the square root of 2."""
@@ -561,8 +564,8 @@ def submitted_logits(
 ) -> dict[str, Future[np.ndarray[Any, Any]]]:
     """What transformers computes, by name: logits of the numbers that are computed with here, in float32 (`"exact, as
     here"`), and in the model's type where that is another (`"rounded"`). Of quantized weights also logits of the
-    checkpoint as it is, in float32 (`"exact"`), of one that is changed at random by as much as rounding changes it, in
-    the model's type (`"changed"`), and where that is float32, of the numbers computed with, with other last bits
+    checkpoint as it is, in float32 (`"exact"`), of some that are changed at random by as much as rounding changes it,
+    in the model's type (`CHANGES`), and where that is float32, of the numbers computed with, with other last bits
     (`"nudged"`)."""
     ids, generator = compared_with_transformers(judge), torch.Generator().manual_seed(0)
     folder = Path(mkdtemp()) if types.load_dtype is not None else None
@@ -580,7 +583,8 @@ def submitted_logits(
     elif folder is not None:
         asked["nudged"] = written("nudged", nudged_at_random), "float32"
     if folder is not None:
-        asked["changed"] = written("changed", changed_at_random), types.dtype
+        for draw in CHANGES:
+            asked[draw] = written(draw, changed_at_random), types.dtype
         asked["exact"] = path, "float32"
     found = {name: process.submit(transformers_logits, of, ids, dtype) for name, (of, dtype) in asked.items()}
     if folder is not None:
@@ -593,7 +597,8 @@ def compared_logits(judge: Judge, types: Types, theirs: Mapping[str, Future[np.n
     logits = {name: torch.from_numpy(each.result()) for name, each in theirs.items()}
     checks = against_transformers(judge, logits["exact, as here"], logits.get("rounded"), logits.get("nudged"))
     if types.load_dtype is not None:
-        checks.append(of_quantization(judge, logits["exact"], logits["changed"], types.load_dtype))
+        changed = [logits[draw] for draw in CHANGES]
+        checks.append(of_quantization(judge, logits["exact"], changed, types.load_dtype))
     return [replace(check, name=f"{check.name}, {types.dtype}") for check in checks]
 
 
@@ -647,16 +652,18 @@ def write_numbers(engine: Engine, path: Path, folder: Path, numbers_of: Numbers)
     save_file(on_disk, folder / "model.safetensors", {"format": "pt"})
 
 
-def of_quantization(judge: Judge, exact: torch.Tensor, changed: torch.Tensor, load_dtype: str) -> Check:
-    """Compare errors of logits of quantized weights with those of a checkpoint that is changed at random.
+def of_quantization(judge: Judge, exact: torch.Tensor, changed: Sequence[torch.Tensor], load_dtype: str) -> Check:
+    """Compare errors of logits of quantized weights with those of checkpoints that are changed at random.
 
     Args:
         exact: logits of the checkpoint in transformers in float32.
-        changed: of the checkpoint that is changed, in transformers in the type of the model.
+        changed: of checkpoints that are changed, in transformers in the type of the model.
     """
     ids = compared_with_transformers(judge)
     ours, scale = prompt_logits(judge.warm(), ids, len(ids)), exact.square().mean().sqrt()
-    error, expected = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, changed))
+    error, expected = (
+        float((torch.stack([*logits]) - exact).square().mean().sqrt() / scale) for logits in ([ours], changed)
+    )
     factor = MAX_ERRORS_OF_EXPERTS if chooses_experts(judge.engine) else MAX_ERRORS
     bound = min(factor * expected, LARGEST_ERRORS[load_dtype.partition(":")[0]])
     detail = f"error {error:.1e}, by random changes of the same size {expected:.1e}, allowed {bound:.1e}"
