@@ -212,8 +212,9 @@ class ChatWriter:
         return {"content": chat_logprobs(change, top), "refusal": None}
 
     def _reason(self, change: AnswerChange) -> str | None:
-        calls = self._tools.forced is not None or self._parts[change.index].calls
-        return "tool_calls" if calls and change.finish_reason == "stop" else change.finish_reason
+        if change.finish_reason != "stop":  # as for nearly every token
+            return change.finish_reason
+        return "tool_calls" if self._tools.forced is not None or self._parts[change.index].calls else "stop"
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """The usage, if it is asked for, and the end."""
@@ -250,18 +251,19 @@ def _delta(changes: Iterable[PartChange], parts: AnswerParts) -> dict[str, Any]:
     """What is new of an answer, as a part of its message."""
     delta: dict[str, Any] = {}
     for event, part, text in changes:
+        if event is PartEvent.CLOSED:
+            continue
         if part.kind is not PartKind.CALL:
             if event is PartEvent.EXTENDED:
                 name = "content" if part.kind is PartKind.TEXT else "reasoning_content"
                 delta[name] = delta.get(name, "") + text
             continue
-        number = len(parts.calls) - 1
-        calls = delta.setdefault("tool_calls", []) if event is not PartEvent.CLOSED else []
+        number, calls = len(parts.calls) - 1, delta.setdefault("tool_calls", [])
         if event is PartEvent.OPENED:
             calls.append({"index": number} | _call(part))
-        elif event is PartEvent.EXTENDED and calls and calls[-1]["index"] == number:
+        elif calls and calls[-1]["index"] == number:
             calls[-1]["function"]["arguments"] += text
-        elif event is PartEvent.EXTENDED:
+        else:
             calls.append({"index": number, "function": {"arguments": text}})
     return delta
 
